@@ -1,0 +1,58 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+JOBS ?= 2
+# one thread a worker: two OpenMP pools on two cores slow each other down
+TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_DISABLE_XET=1 HF_HUB_DISABLE_TELEMETRY=1
+
+# Without a GPU a CPU torch goes in first, so that nothing later pulls a CUDA build of several GB.
+define install_torch
+if nvidia-smi >/dev/null 2>&1; then $(1) install --quiet 'torch>=2.7'; \
+elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/null | grep -q '+cpu'; then \
+	$(1) install --quiet torch==2.13.0; \
+else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
+endef
+
+.PHONY: demo test test-gpu lint format checkpoint clean help
+
+help:
+	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
+	@echo "make test    set up, then lint, types and the test suite"
+	@echo "make format  rewrite the sources in the project's style"
+
+demo: $(READY)
+	$(BIN)/python recipes/demo/run.py
+
+test: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=10 $(TESTS)
+
+# only what needs a CUDA device; skipped tests are listed
+test-gpu: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m gpu -rs tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# remakes the embedded checkpoint (about an hour on 2 cores); resumable
+checkpoint: $(READY)
+	$(BIN)/python recipes/demo/make.py --out remoe_cli/demo/checkpoint --work build/demo
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(call install_torch,$(BIN)/python -m pip)
+	$(BIN)/python -m pip install --quiet --editable . --group dev
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist runs demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

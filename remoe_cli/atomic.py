@@ -1,0 +1,69 @@
+"""Files that appear under their final name only when they are whole."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from remoe_cli.errors import RunError
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes and syncs a neighbour, then renames it over `path`. Raises RunError when the folder cannot be written."""
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> Path:
+    """mkdir -p, with RunError instead of OSError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    if not os.access(path, os.W_OK):
+        raise unwritable(path, None)
+    return path
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A scratch folder beside `path` that becomes `path` if the block succeeds, and vanishes if it does not.
+
+    Raises RunError when `path` holds something already or cannot be written.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise RunError(
+            f"{path} exists and is not an empty folder; nothing was written.", "the same command with another folder"
+        )
+    make_folder(path.parent)
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise unwritable(path.parent, error) from None
+    scratch.chmod(0o755)
+    try:
+        yield scratch
+        if path.is_dir():
+            path.rmdir()
+        os.replace(scratch, path)
+    except OSError as error:
+        raise unwritable(path, error) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def unwritable(folder: Path, error: OSError | None) -> RunError:
+    why = f" ({error.strerror})" if error is not None and error.strerror else ""
+    return RunError(f"the folder {folder} cannot be written{why}.", "the same command with another folder (--out DIR)")

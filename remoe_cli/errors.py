@@ -1,0 +1,57 @@
+"""Every mistake a user can make, as one small tree. Each error carries the next command to run."""
+
+
+class RemoeError(Exception):
+    """message: what was wrong and what is allowed, in one line. hint: the next command to run."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} Try: {self.hint}"
+
+
+class UsageError(RemoeError):
+    """An option or argument that cannot be used as given."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe that is missing, or holds an unknown key or a value out of range."""
+
+
+class RunError(RemoeError):
+    """No run, an unfinished run, or a folder that cannot be written."""
+
+
+class CheckpointError(RemoeError):
+    """A model folder that is incomplete or damaged."""
+
+
+class FamilyError(RemoeError):
+    """A model that remoe cannot tune: dense, unknown, or in an unsupported layout."""
+
+
+class DeltaError(RemoeError):
+    """Not a delta, or a delta of another base."""
+
+
+class DataError(RemoeError):
+    """Texts that cannot be used: empty, without a text field, not UTF-8."""
+
+
+class HubError(RemoeError):
+    """The Hub refused or was not reached."""
+
+
+class CacheError(RemoeError):
+    """A cache size or policy that cannot serve this model."""
+
+
+class TrainingError(RemoeError):
+    """Training stopped by itself: a loss that is not finite."""
