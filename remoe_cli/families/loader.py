@@ -1,0 +1,245 @@
+"""Loading models and mapping names between memory and disk: the only file that touches transformers' private APIs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from remoe_cli.errors import CheckpointError, FamilyError
+from remoe_cli.families.base import find_gates
+from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge
+from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def compute_dtype(checkpoint: Checkpoint, device: str, wanted: str = "auto") -> torch.dtype:
+    """The recipe's dtype; "auto" is bfloat16 on a GPU and the checkpoint's own dtype on a CPU."""
+    if wanted != "auto":
+        return getattr(torch, wanted)
+    if device.startswith("cuda"):
+        return torch.bfloat16
+    largest = max(checkpoint.tensors.values(), key=lambda info: info.nbytes)
+    return DTYPES.get(largest.dtype, torch.float32)
+
+
+def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "PreTrainedModel":
+    """The whole model in memory, in eval mode, from its own native class (remote code is never run).
+
+    Raises CheckpointError when tensors that the model needs are not in the checkpoint.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointError(f"{checkpoint.id} cannot be loaded: {reason}", "pip install -U transformers") from error
+    require_no_missing(checkpoint, info["missing_keys"])
+    return model.to(device).eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers' own reports and bars (tables of tensors on stderr): what goes wrong is one line of ours."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def require_no_missing(checkpoint: Checkpoint, missing) -> None:
+    """Raises CheckpointError that names a tensor which the model needs and the checkpoint lacks."""
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.id} lacks {len(missing)} tensors that the model needs, such as {sorted(missing)[0]}.",
+            "copy or download the model again",
+        )
+
+
+def renamed(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, tuple[str, str | None]]:
+    """On-disk name -> (in-memory name, source pattern of the converter that merges it or None), by the loader's own rules."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import rename_source_key, WeightConverter, WeightRenaming
+
+    rules = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state = model.state_dict()
+    prefix = model.base_model_prefix
+    return {key: rename_source_key(key, renamings, converters, prefix, state) for key in checkpoint.tensors}
+
+
+def gate_disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, str]:
+    """In-memory gate parameter -> on-disk name: the loader's renaming, inverted, must agree with the family's table.
+
+    Raises FamilyError where they disagree, where a gate is not on disk, or where it is stored quantised.
+    """
+    from remoe_cli.families import FAMILIES
+
+    family = FAMILIES[model.config.model_type]
+    on_disk = {memory: disk for disk, (memory, _) in renamed(model, checkpoint).items()}
+    names = {}
+    for gate in find_gates(model):
+        for memory, tensor in zip(gate.names, family.tensors, strict=True):
+            disk, expected = on_disk.get(memory), family.disk_name(gate.layer, tensor)
+            if disk is None or not disk.endswith(expected):
+                raise FamilyError(
+                    f"{family.model_type}: the gate {memory} should be {expected} on disk, the loader reads {disk}.",
+                    "pip install -U remoe-cli transformers",
+                )
+            if checkpoint.tensors[disk].dtype not in DTYPES:
+                raise FamilyError(
+                    f"the gate {disk} is stored as {checkpoint.tensors[disk].dtype}; a gate must be BF16, F16 or F32.",
+                    f"remoe finetune a bf16 copy of {checkpoint.id}",
+                )
+            names[memory] = disk
+    return names
+
+
+def load_without_experts(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu"
+) -> tuple["PreTrainedModel", list[ExpertLayer]]:
+    """The model in eval mode without its routed experts, which are neither read nor allocated, and where those lie.
+
+    The stock experts modules stay, without their 3-D parameters; whoever serves the experts puts an object with
+    `__getitem__(expert)` under each part's name. Experts run by the class's own eager code. Gates that the family
+    keeps in fp32 are fp32. Raises FamilyError for a layout that cannot be read expert by expert, CheckpointError for
+    missing or misshapen tensors.
+    """
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    model = _meta_model(checkpoint, dtype)
+    memory_names = renamed(model, checkpoint)
+    rules, merges = _merges(model, checkpoint, memory_names)
+    module_names = {id(module): name for name, module in model.named_modules()}
+    layers = expert_layers(checkpoint, find_gates(model), module_names, memory_names, merges)
+    for layer in layers:
+        for piece in layer.pieces(0):
+            _require_readable(checkpoint, piece.dtype)
+        for part in layer.parts:
+            delattr(layer.module, part.name)
+        setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010  else the loader initialises what is gone
+
+    dense_names = set(model.state_dict())
+    dense = {}
+    for disk, (memory, _) in memory_names.items():
+        if memory in dense_names:
+            _require_readable(checkpoint, checkpoint.tensors[disk].dtype)
+            dense[disk] = _Stored(checkpoint.tensors[disk])
+    with quiet():
+        plan = LoadStateDictConfig(
+            dtype=dtype,
+            dtype_plan=model._get_dtype_plan(dtype),
+            weight_mapping=rules,
+            device_map={"": torch.device(device)},
+        )
+        try:
+            info, _ = type(model)._load_pretrained_model(model, dense, None, plan)
+            info = type(model)._finalize_model_loading(model, plan, info)
+        except (OSError, RuntimeError) as error:
+            raise _unloadable(checkpoint, error) from error
+    require_no_missing(checkpoint, info.missing_keys)
+    return model.eval(), layers
+
+
+def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":
+    """The stock class without any memory for weights, its experts run one by one by the class's own code."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.utils.generic import ContextManagers
+
+    try:
+        with quiet():
+            config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
+            config.dtype = dtype
+            config._experts_implementation = "eager"
+            cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            with ContextManagers(cls.get_init_context(dtype, False, False, False)):
+                return cls(config)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unloadable(checkpoint, error) from error
+
+
+def _unloadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    reason = str(error).splitlines()[0]
+    return CheckpointError(f"{checkpoint.id} cannot be loaded: {reason}", f"cat {checkpoint.folder}/config.json")
+
+
+def _merges(
+    model: "PreTrainedModel", checkpoint: Checkpoint, memory_names: dict[str, tuple[str, str | None]]
+) -> tuple[list, dict[str, Merge]]:
+    """The loader's own rules, and for each in-memory expert parameter that it merges from several tensors, how.
+
+    Raises FamilyError where the loader would do more than stack and concatenate whole experts.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    rules = get_model_conversion_mapping(model)
+    converter_of = {p: rule for rule in rules if isinstance(rule, WeightConverter) for p in rule.source_patterns}
+    experts = {id(gate.experts) for gate in find_gates(model)}
+    prefixes = tuple(f"{name}." for name, module in model.named_modules() if id(module) in experts)
+    merges: dict[str, Merge] = {}
+    for memory, pattern in set(memory_names.values()):
+        if pattern is None or not memory.startswith(prefixes):
+            continue
+        converter = converter_of[pattern]
+        stack, *joins = converter.operations
+        stacked = isinstance(stack, MergeModulelist) and stack.dim == 0
+        dims = [join.dim for join in joins if isinstance(join, Concatenate) and join.dim > 0]
+        if not stacked or len(joins) > 1 or len(dims) != len(joins):
+            names = ", ".join(type(operation).__name__ for operation in converter.operations)
+            raise FamilyError(
+                f"{checkpoint.id}: the loader builds {memory} with {names}; "
+                "experts can be left on disk only where they are stacked and concatenated.",
+                "pip install -U remoe-cli transformers",
+            )
+        merges[memory] = Merge(tuple(converter.source_patterns), dims[0] - 1 if dims else 0)
+    return rules, merges
+
+
+def _require_readable(checkpoint: Checkpoint, dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise FamilyError(
+            f"{checkpoint.id} stores weights as {dtype}; remoe reads {', '.join(DTYPES)}.",
+            f"remoe eval a bf16 copy of {checkpoint.id}",
+        )
+
+
+class _Stored:
+    """A tensor in its file, read into memory of its own when the loader asks for it.
+
+    safetensors would hand out views of the mapped file: page faults during decoding, counted as reads nobody made, and
+    a crash where the file shrinks.
+    """
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._info = info
+
+    def __getitem__(self, _whole: object) -> torch.Tensor:
+        info = self._info
+        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        with open(info.file, "rb", buffering=0) as file:
+            file.seek(info.offset)
+            rest = raw.numpy().data
+            while rest:
+                got = file.readinto(rest)
+                if not got:
+                    raise OSError(f"{info.file} ends inside a tensor")
+                rest = rest[got:]
+        return raw.view(DTYPES[info.dtype]).view(info.shape)

@@ -1,0 +1,1 @@
+"""Checkpoints on disk and on the Hugging Face Hub: open, download, upload."""
