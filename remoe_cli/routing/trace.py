@@ -1,0 +1,133 @@
+"""RoutingTrace: the K experts that each token used in each MoE layer.
+
+Shape letters: T tokens, L MoE layers, K experts a token, R requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+MOST_EXPERTS = np.iinfo(np.int16).max
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingTrace:
+    """Routing of R requests, one after the other.
+
+    experts: [T, L, K] int16, each token's distinct experts, in descending routing weight as the router gave them.
+    borders: [R + 1] int64, request r is tokens borders[r]:borders[r + 1].
+    prefill: [T] bool, True where the token belongs to the prompt; in each request these come first.
+    n_experts: routed experts a layer (E).
+    weights: [T, L, K] float16, the routing weights of `experts`, or None.
+    provenance: where it came from (model, revision, delta, data, seed).
+
+    Raises ValueError for arrays that contradict this. Arrays of another integer or float type are converted.
+    """
+
+    experts: np.ndarray
+    borders: np.ndarray
+    prefill: np.ndarray
+    n_experts: int
+    weights: np.ndarray | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        experts, borders, prefill = np.asarray(self.experts), np.asarray(self.borders), np.asarray(self.prefill)
+        _check_experts(experts, self.n_experts)
+        if borders.ndim != 1 or not _is_integer(borders) or len(borders) < 1:
+            raise ValueError(f"borders: want [R + 1] integers, got {borders.dtype} {list(borders.shape)}")
+        if borders[0] != 0 or borders[-1] != len(experts) or (np.diff(borders) < 0).any():
+            raise ValueError(f"borders: want rising positions from 0 to {len(experts)}, got {_brief(borders)}")
+        if prefill.shape != experts.shape[:1] or prefill.dtype != np.bool_:
+            raise ValueError(f"prefill: want [{len(experts)}] bool, got {prefill.dtype} {list(prefill.shape)}")
+        resumed = np.flatnonzero(~prefill[:-1] & prefill[1:]) + 1
+        if not np.isin(resumed, borders).all():
+            raise ValueError("prefill: a prompt token follows a decoded token of the same request")
+        object.__setattr__(self, "experts", experts.astype(np.int16, copy=False))
+        object.__setattr__(self, "borders", borders.astype(np.int64, copy=False))
+        object.__setattr__(self, "prefill", prefill)
+        if self.weights is not None:
+            weights = np.asarray(self.weights)
+            if weights.shape != experts.shape or weights.dtype.kind != "f":
+                raise ValueError(
+                    f"weights: want floats {list(experts.shape)} as experts, got {weights.dtype} {list(weights.shape)}"
+                )
+            object.__setattr__(self, "weights", weights.astype(np.float16, copy=False))
+
+    @property
+    def n_tokens(self) -> int:
+        return self.experts.shape[0]
+
+    @property
+    def n_layers(self) -> int:
+        return self.experts.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[2]
+
+    @property
+    def n_requests(self) -> int:
+        return len(self.borders) - 1
+
+    def decode(self) -> RoutingTrace:
+        """The same requests without their prefill tokens; a request that was all prefill stays, empty."""
+        kept = ~self.prefill
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return replace(
+            self,
+            experts=self.experts[kept],
+            borders=before[self.borders],
+            prefill=self.prefill[kept],
+            weights=None if self.weights is None else self.weights[kept],
+        )
+
+    @staticmethod
+    def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """The requests of all traces, in order. Raises ValueError for no trace, or traces of different models.
+
+        Provenance: the traces' own where they agree, else {"parts": [one a trace]}.
+        """
+        if not traces:
+            raise ValueError("concat: no trace given")
+        shapes = {(trace.n_layers, trace.top_k, trace.n_experts) for trace in traces}
+        if len(shapes) > 1:
+            raise ValueError(f"concat: traces differ in (layers, top_k, experts): {sorted(shapes)}")
+        weights = [trace.weights for trace in traces if trace.weights is not None]
+        if len(weights) not in (0, len(traces)):
+            raise ValueError("concat: some traces have weights and some have none")
+        lengths = np.concatenate([np.diff(trace.borders) for trace in traces])
+        parts = [trace.provenance for trace in traces]
+        return RoutingTrace(
+            experts=np.concatenate([trace.experts for trace in traces]),
+            borders=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            prefill=np.concatenate([trace.prefill for trace in traces]),
+            n_experts=traces[0].n_experts,
+            weights=np.concatenate(weights) if weights else None,
+            provenance=parts[0] if all(part == parts[0] for part in parts) else {"parts": parts},
+        )
+
+
+def _check_experts(experts: np.ndarray, n_experts: int) -> None:
+    if experts.ndim != 3 or not _is_integer(experts) or 0 in experts.shape[1:]:
+        raise ValueError(f"experts: want [T, L, K] integers, got {experts.dtype} {list(experts.shape)}")
+    if not experts.shape[2] <= n_experts <= MOST_EXPERTS:
+        raise ValueError(f"n_experts: want top_k {experts.shape[2]} to {MOST_EXPERTS}, got {n_experts}")
+    if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
+        raise ValueError(f"experts: want ids 0 to {n_experts - 1}, got {experts.min()} to {experts.max()}")
+    ordered = np.sort(experts, axis=-1)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        token, layer = np.argwhere(ordered[..., 1:] == ordered[..., :-1])[0][:2]
+        raise ValueError(f"experts: token {token} names an expert twice in layer {layer}")
+
+
+def _is_integer(array: np.ndarray) -> bool:
+    return array.dtype.kind in "iu"
+
+
+def _brief(values: np.ndarray) -> str:
+    return np.array2string(values, threshold=8)
