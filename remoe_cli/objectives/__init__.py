@@ -1,0 +1,15 @@
+"""Objectives: what a gate is taught, as pure functions of routing. A new one is one file here and one line below.
+
+An objective is a module with these three functions (`remoe` is the model to copy):
+- `weights(segments, settings) -> {term: weight}`: how many tokens or pairs a micro-batch brings to each term.
+- `terms(settings) -> {term: function(routing, segments) -> sum}`: each sum divided by its weight is the term's mean;
+  sums and weights of micro-batches add up, so that splitting a batch changes nothing.
+- `scales(settings, step, steps) -> {term: factor}`: the factor of each term's mean in the loss at this step.
+Cross entropy belongs to every objective and is added by the trainer with factor 1.
+"""
+
+from types import ModuleType
+
+from remoe_cli.objectives import remoe
+
+OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe}

@@ -1,0 +1,1 @@
+"""Training: texts, packed rows, and the loop that changes nothing but gates."""

@@ -1,0 +1,273 @@
+"""The training loop that changes nothing but gates.
+
+One step sees `accumulation` micro-batches. Every term is divided by its weight over the whole step, so that neither
+micro-batch size nor packing changes the loss. Steps count from 1: a run of S steps with a warm-up of w*S has 1/(w*S)
+of the learning rate (and of a_r, a_l) in its first step and all of it in step w*S and later.
+
+Shape letters: L MoE layers, B rows, T slots a row, N = B*T, E routed experts, D hidden size, K experts a token.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, TYPE_CHECKING
+
+import torch
+from torch import nn, Tensor
+from torch.nn import functional as F
+
+from remoe_cli.errors import DataError, TrainingError
+from remoe_cli.families import FAMILIES, Gate, RouterTap
+from remoe_cli.families.tap import Routed
+from remoe_cli.objectives import OBJECTIVES
+from remoe_cli.objectives.remoe import cross_entropy, log_probabilities, overlap, ramp, Routing, Segments
+from remoe_cli.recipe import Recipe, Train
+from remoe_cli.train.masters import Masters
+from remoe_cli.train.packing import Batch, model_inputs, require_packable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StepStats(NamedTuple):
+    """One optimiser step, before its update. loss: the weighted sum; ce, trust, reuse, smooth, lag, window: unweighted
+    means in nats; eor: teacher-forced over the step's pairs; lr; grad_norm before clipping; tokens without padding;
+    tokens_per_s of this step, data included; elapsed: seconds since the start of training."""
+
+    step: int
+    loss: float
+    ce: float
+    trust: float
+    reuse: float
+    smooth: float
+    lag: float
+    window: float
+    eor: float
+    lr: float
+    grad_norm: float
+    tokens: int
+    tokens_per_s: float
+    elapsed: float
+
+
+@dataclass
+class Trained:
+    """What training leaves behind. gates: in-memory parameter name -> master (fp32, CPU); the model holds the same, in
+    its own dtype. steps: one a completed step; interrupted: Ctrl-C ended the run; notes: for the run's summary."""
+
+    gates: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+    interrupted: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+class Diverged(TrainingError):
+    """A loss or gradient that is not finite. `trained` holds the last gates whose loss and gradient were finite."""
+
+    def __init__(self, message: str, hint: str, trained: Trained) -> None:
+        super().__init__(message, hint)
+        self.trained = trained
+
+
+def train(
+    model: "PreTrainedModel",
+    gates: Sequence[Gate],
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    *,
+    on_step: Callable[[StepStats], None] | None = None,
+) -> Trained:
+    """Tunes the gates of a loaded causal LM in place, on the device and in the dtype where it is.
+
+    batches: micro-batches, `accumulation` of them a step; when they run out early, the run ends with a note. on_step is
+    called after each step's update. The model is left in eval mode, with gradients required of its gates only and its
+    balance loss at 0. Ctrl-C ends the run after the last completed step. Raises Diverged when a loss or gradient is
+    not finite, DataError when there is no batch at all.
+    """
+    settings = recipe.train
+    torch.manual_seed(settings.seed)
+    notes = _prepare(model, gates)
+    loop = _Loop(model, list(gates), recipe)
+    trained = Trained(notes=notes)
+    proven = completed = loop.masters.snapshot()
+    stream = iter(batches)
+    start = time.perf_counter()
+    try:
+        with _checkpointed(model, settings.checkpointing):
+            for step in range(1, settings.steps + 1):
+                began = time.perf_counter()
+                micro = list(islice(stream, settings.accumulation))
+                if not micro:
+                    break
+                measured = loop.gradients(micro, step)
+                if not (math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"])):
+                    loop.masters.restore(proven)
+                    trained.gates = _on_cpu(proven)
+                    raise Diverged(
+                        f"step {step}: the loss ({measured['loss']:.4g}) or its gradient ({measured['grad_norm']:.4g}) "
+                        "is not finite; the last good gates are kept.",
+                        f"remoe finetune MODEL --set train.lr={settings.lr / 10:g}",
+                        trained,
+                    )
+                proven = completed
+                lr = loop.update(step)
+                completed = loop.masters.snapshot()
+                now = time.perf_counter()
+                tokens = int(measured.pop("tokens"))
+                timing = {"tokens_per_s": tokens / (now - began), "elapsed": now - start}
+                trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, **timing, **measured))
+                if on_step:
+                    on_step(trained.steps[-1])
+    except KeyboardInterrupt:
+        trained.interrupted = True
+        loop.masters.restore(completed)
+    if not trained.steps and not trained.interrupted:
+        raise DataError("the texts hold no batch to train on.", "remoe finetune MODEL --data FILE.jsonl")
+    if len(trained.steps) < settings.steps and not trained.interrupted:
+        trained.notes.append(f"the texts ended after step {len(trained.steps)} of {settings.steps}")
+    trained.gates = _on_cpu(completed)
+    return trained
+
+
+class _Loop:
+    """The state of a run: masters, optimiser, and the frozen base gates that Trust-KL compares with."""
+
+    def __init__(self, model: "PreTrainedModel", gates: list[Gate], recipe: Recipe) -> None:
+        self.model, self.gates, self.recipe = model, gates, recipe
+        self.objective = OBJECTIVES[recipe.objective.name]
+        self.terms = self.objective.terms(recipe.objective)
+        self.masters = Masters({name: parameter for gate in gates for name, parameter in gate.parameters.items()})
+        base = self.masters.snapshot()
+        self.base = [tuple(base[name] for name in gate.names) for gate in gates]
+        self.optimiser = _optimiser(list(self.masters.tensors.values()), recipe.train)
+
+    def gradients(self, micro: list[Batch], step: int) -> dict[str, float]:
+        """Leaves the step's gradient in the masters; returns its loss, unweighted terms, eor, grad_norm and tokens."""
+        self.masters.clear()
+        segments = [Segments.of(batch.document_BT) for batch in micro]  # on the CPU: they decide shapes and weights
+        parts = [self.objective.weights(part, self.recipe.objective) for part in segments]
+        weights = {name: sum(part[name] for part in parts) for name in parts[0]}
+        scales = {"ce": 1.0, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
+        measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
+        for batch, part in zip(micro, segments, strict=True):
+            measured += self._backward(batch, part, weights, scales)
+        norm = nn.utils.clip_grad_norm_(self.masters.tensors.values(), self.recipe.train.clip or math.inf)
+        *values, eor, grad_norm = [*measured.tolist(), float(norm)]  # the step's only wait for the device
+        terms = dict(zip(scales, values, strict=True))
+        loss = sum(scales[name] * value for name, value in terms.items())
+        tokens = sum(int(part.length_S.sum()) for part in segments)
+        return {"loss": loss, **terms, "eor": eor, "grad_norm": grad_norm, "tokens": tokens}
+
+    def update(self, step: int) -> float:
+        """One optimiser step from the masters' gradients; returns its learning rate."""
+        settings = self.recipe.train
+        lr = settings.lr * ramp(step, settings.steps, settings.lr_warmup)
+        for group in self.optimiser.param_groups:
+            group["lr"] = lr
+        self.optimiser.step()
+        self.masters.write()
+        return lr
+
+    def _backward(
+        self, batch: Batch, segments: Segments, weights: dict[str, float], scales: dict[str, float]
+    ) -> Tensor:
+        """Adds one micro-batch to the gradients; returns its share of each term, in the order of scales, and of EOR."""
+        first_BT = (segments.position_N.view(batch.ids_BT.shape) == 0) & (batch.document_BT >= 0)
+        if first_BT.sum(1).max() > 1:
+            require_packable(self.model)
+        inputs = model_inputs(self.model, batch, segments)
+        segments = segments.to(self.model.device)
+        with RouterTap(self.gates) as tap:
+            logits_BTV = self.model(**inputs).logits
+            routing = self._routing(tap.take())
+        loss = logits_BTV.new_zeros((), dtype=torch.promote_types(logits_BTV.dtype, torch.float32))
+        shares = []
+        for name, scale in scales.items():
+            with torch.set_grad_enabled(scale != 0):  # a term of scale 0 is only reported
+                if name == "ce":
+                    value = cross_entropy(logits_BTV, inputs["input_ids"], segments)
+                else:
+                    value = self.terms[name](routing, segments)
+                value = value / (weights[name] or 1.0)  # nothing to average: the sum is 0 too
+            loss = loss + scale * value if scale else loss
+            shares.append(value.detach().double())
+        loss.backward()
+        self.masters.accumulate()
+        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["ce"] or 1.0))
+        return torch.stack(shares)
+
+    def _routing(self, routed: list[Routed]) -> Routing:
+        logp_LNE = torch.stack([log_probabilities(layer.logits_NE) for layer in routed])
+        with torch.no_grad():
+            references = [
+                log_probabilities(F.linear(layer.hidden_ND.to(base[0].dtype), *base))
+                for layer, base in zip(routed, self.base, strict=True)
+            ]
+        return Routing(logp_LNE, torch.stack(references), torch.stack([layer.choice_NK for layer in routed]))
+
+
+def _prepare(model: "PreTrainedModel", gates: Sequence[Gate]) -> list[str]:
+    """Freezes all but the gates, switches off what acts only in training; returns notes for the run's summary."""
+    model.eval()
+    model.requires_grad_(False)
+    for gate in gates:
+        for parameter in gate.parameters.values():
+            parameter.requires_grad_(True)
+    notes = []
+    config = model.config
+    if getattr(config, "router_aux_loss_coef", 0):
+        notes.append(f"the model's own load-balance loss is off (its coefficient was {config.router_aux_loss_coef})")
+    for holder in (model, config):
+        if hasattr(holder, "router_aux_loss_coef"):
+            holder.router_aux_loss_coef = 0.0
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
+    if gates[0].top_k == 1 and FAMILIES[config.model_type].renormalised(config.to_dict()):
+        notes.append("top_k is 1 and its weight is renormalised to 1: cross entropy gives the gates no gradient")
+    _use_grouped_mm(model)
+    return notes
+
+
+def _use_grouped_mm(model: "PreTrainedModel") -> None:
+    """The fastest experts for whole rows, where the class and the dtype have them (fp64 has not)."""
+    if next(model.parameters()).dtype != torch.float64 and hasattr(model, "set_experts_implementation"):
+        with suppress(ValueError, ImportError):  # the class brings its own experts
+            model.set_experts_implementation("grouped_mm")
+
+
+def _optimiser(masters: list[Tensor], settings: Train) -> torch.optim.AdamW:
+    for master in masters:
+        master.requires_grad_(True)
+    return torch.optim.AdamW(masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+
+
+@contextmanager
+def _checkpointed(model: "PreTrainedModel", on: bool) -> Iterator[None]:
+    """Activation checkpointing while open. transformers checkpoints only layers in training mode: the layers alone are
+    put there, their parts (dropout, router jitter) stay in eval. Non-reentrant: else recorded logits have no gradient.
+    """
+    if not on:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version that we support
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_disable()
+
+
+def _on_cpu(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in snapshot.items()}
