@@ -1,0 +1,293 @@
+"""The offloaded decoder: tokens equal the resident model's, counts equal a slow replay's, bytes are the files' own."""
+
+from itertools import product
+from pathlib import Path
+from time import perf_counter, sleep
+
+import numpy as np
+import pytest
+import torch
+from slow_reference import slow_replay
+from tiny_models import EXPERTS, make, MODEL_TYPES, TOP_K, VOCABULARY
+
+from remoe_cli.cache import POLICIES, replay
+from remoe_cli.errors import CacheError, DeltaError, UsageError
+from remoe_cli.families import find_gates, RouterTap
+from remoe_cli.families.experts import recorded_order
+from remoe_cli.families.loader import load_resident
+from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.offload import Clock, IoCount, OffloadedDecoder
+from remoe_cli.routing import RoutingTrace
+
+PROMPT = [5, 17, 80, 3, 3, 99, 41, 64, 12, 110, 27]
+NEW = 16
+# largest difference of logits (standard deviation 1.5) from the stock eager model, fed the same ids in the same steps
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
+BOTH = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(model_type, dtype) -> a checkpoint folder, made once."""
+    made: dict = {}
+
+    def folder(model_type: str, dtype: torch.dtype = torch.float32) -> Path:
+        if (model_type, dtype) not in made:
+            made[model_type, dtype] = make(model_type, tmp_path_factory.mktemp("tiny"), dtype)
+        return made[model_type, dtype]
+
+    return folder
+
+
+@pytest.fixture(params=[(family, dtype) for family in MODEL_TYPES for dtype in BOTH], ids=lambda p: f"{p[0]}-{p[1]}")
+def checkpoint(request, folders):
+    return Checkpoint.open(folders(*request.param))
+
+
+def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    return getattr(torch, checkpoint.config["dtype"])
+
+
+def stock_decode(model, prompt, forced):
+    """The stock model, prefill and then one forced id at a time; returns logits [n, V]."""
+    with torch.inference_mode():
+        out = model(input_ids=torch.tensor([prompt], device=model.device), use_cache=True, logits_to_keep=1)
+        logits = [out.logits[0, -1]]
+        for token in forced[:-1]:
+            out = model(input_ids=torch.tensor([[token]], device=model.device), cache=out.cache, use_cache=True)
+            logits.append(out.logits[0, -1])
+    return torch.stack(logits)
+
+
+# exactness
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_offloaded_equals_resident_bit_for_bit_and_the_stock_model(checkpoint, device):
+    dtype = dtype_of(checkpoint)
+    with OffloadedDecoder(checkpoint, EXPERTS, device=device, dtype=dtype) as decoder:
+        resident = decoder.decode(PROMPT, NEW, keep_logits=True)
+        assert len(set(resident.ids)) > 3, "the tiny model loops, so equal tokens would prove little"
+        for capacity in (TOP_K, 3, 5):
+            for admission in ("forced", "bypass"):
+                decoder.configure(capacity, "lru", admission=admission)
+                offloaded = decoder.decode(PROMPT, NEW, keep_logits=True)
+                assert offloaded.ids == resident.ids
+                assert torch.equal(offloaded.logits, resident.logits)
+                assert np.array_equal(offloaded.trace.experts, resident.trace.experts)
+                assert offloaded.counts.misses > resident.counts.misses
+
+    stock = load_resident(checkpoint, dtype, device)
+    stock.set_experts_implementation("eager")
+    ours = resident.logits.float().cpu()
+    theirs = stock_decode(stock, PROMPT, resident.ids).float().cpu()
+    assert (ours - theirs).abs().max() <= TOLERANCE[dtype]
+    best = theirs.topk(2).values
+    clear = (best[:, 0] - best[:, 1]) >= 2 * TOLERANCE[dtype]
+    assert clear.sum() > NEW / 2, "margins of this tiny model are too small to compare tokens"
+    assert theirs.argmax(-1)[clear].tolist() == torch.tensor(resident.ids)[clear].tolist()
+
+
+@pytest.mark.parametrize("stored, compute", [BOTH, BOTH[::-1]])
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_experts_are_converted_to_the_compute_dtype(folders, family, stored, compute):
+    checkpoint = Checkpoint.open(folders(family, stored))
+    with OffloadedDecoder(checkpoint, EXPERTS, dtype=compute) as decoder:
+        resident = decoder.decode(PROMPT, 8, keep_logits=True)
+        decoder.configure(2)
+        offloaded = decoder.decode(PROMPT, 8, keep_logits=True)
+        sizes = {checkpoint.config["dtype"]: decoder.expert_bytes}
+    assert torch.equal(offloaded.logits, resident.logits) and resident.logits.dtype == compute
+    assert offloaded.counts.decode.bytes == offloaded.counts.decode.reads * sizes[checkpoint.config["dtype"]]
+    stock = load_resident(checkpoint, compute, "cpu")
+    stock.set_experts_implementation("eager")
+    theirs = stock_decode(stock, PROMPT, resident.ids)
+    assert (theirs.float() - resident.logits.float()).abs().max() <= TOLERANCE[compute]
+
+
+# counts
+
+
+def test_counts_equal_the_slow_replay_and_the_simulator(checkpoint):
+    forced = [(7 * i * i + 3) % VOCABULARY for i in range(NEW)]
+    with OffloadedDecoder(checkpoint, EXPERTS) as decoder:
+        future = decoder.decode(PROMPT, NEW, forced=forced).trace
+        for policy, admission, capacity in product(POLICIES, ("forced", "bypass"), (2, 3, 5)):
+            decoder.configure(capacity, policy, admission=admission)
+            decoded = decoder.decode(PROMPT, NEW, forced=forced, future=future)
+            counts, trace = decoded.counts, decoded.trace
+            slow = slow_replay(trace, policy, capacity, admission=admission)
+            expected = (slow.hits, slow.misses, slow.evictions)
+            assert (counts.hits, counts.misses, counts.evictions) == expected, (policy, admission, capacity)
+            assert counts.decode.reads == counts.misses
+            assert counts.decode.bytes == counts.misses * decoder.expert_bytes
+            assert counts.accesses == counts.hits + counts.misses == (NEW - 1) * trace.n_layers * TOP_K
+            simulated = replay(trace, policy, capacity, admission=admission)
+            assert (simulated.tokens, simulated.accesses) == (NEW - 1, counts.accesses)
+            assert (simulated.hits, simulated.misses, simulated.evictions) == expected, (policy, admission, capacity)
+
+
+def test_prefill_streams_each_expert_once_and_leaves_the_cache_cold(checkpoint):
+    with OffloadedDecoder(checkpoint, EXPERTS) as decoder:
+        long = decoder.decode(PROMPT * 8, 2)
+        trace, counts = long.trace, long.counts
+        prompt = trace.experts[trace.prefill]
+        distinct = sum(len(np.unique(prompt[:, layer])) for layer in range(trace.n_layers))
+        assert counts.prefill.reads == distinct > trace.n_layers * TOP_K
+        assert counts.prefill.bytes == distinct * decoder.expert_bytes
+        # with room for all experts, a prefill that filled the cache would leave hits to the first step
+        assert (counts.hits, counts.misses) == (0, trace.n_layers * TOP_K)
+        assert decoder.decode(PROMPT, 1).counts.decode == IoCount(storage_bytes=0)
+
+
+def test_the_trace_is_what_the_stock_routers_chose(folders):
+    for family in MODEL_TYPES:
+        checkpoint = Checkpoint.open(folders(family))
+        with OffloadedDecoder(checkpoint, 4) as decoder:
+            decoded = decoder.decode(PROMPT, 6)
+        stock = load_resident(checkpoint, torch.float32, "cpu")
+        fed = torch.tensor([PROMPT + decoded.ids[:-1]])
+        with RouterTap(find_gates(stock)) as tap, torch.inference_mode():
+            stock(input_ids=fed)
+            routed = tap.take()
+        trace = decoded.trace
+        assert trace.n_tokens == fed.shape[1] and trace.prefill.tolist() == [True] * len(PROMPT) + [False] * 5
+        assert trace.n_layers == len(routed) and trace.borders.tolist() == [0, fed.shape[1]]
+        for layer, layer_routed in enumerate(routed):
+            choice, order = layer_routed.choice_NK.numpy(), layer_routed.weight_NK.argsort(-1, descending=True).numpy()
+            assert np.array_equal(trace.experts[:, layer], np.take_along_axis(choice, order, -1))
+        assert (np.diff(trace.weights.astype(np.float32), axis=-1) <= 0).all()
+
+
+def test_recorded_order_is_by_weight_then_by_id():
+    choice = np.array([[4, 9, 1], [7, 2, 5]])
+    weight = np.array([[0.2, 0.5, 0.3], [0.25, 0.5, 0.25]])
+    ordered = np.take_along_axis(choice, recorded_order(choice, weight), -1)
+    assert ordered.tolist() == [[9, 1, 4], [2, 7, 5]]  # reversed: ascending weight, then ascending id
+
+
+def test_each_request_starts_cold(folders):
+    with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3, "lfu") as decoder:
+        first = decoder.decode(PROMPT, NEW)
+        other = decoder.decode(PROMPT[::-1], NEW)
+        again = decoder.decode(PROMPT, NEW)
+    assert again.counts.hits == first.counts.hits and again.ids == first.ids
+    both = RoutingTrace.concat([first.trace, other.trace])
+    simulated = replay(both, "lfu", 3)
+    assert simulated.request_misses.tolist() == [first.counts.misses, other.counts.misses]
+
+
+def test_bypass_lets_experts_pass_through_staging(folders):
+    checkpoint = Checkpoint.open(folders("deepseek_v2"))
+    with OffloadedDecoder(checkpoint, 2, "lfu", admission="bypass") as decoder:
+        assert len(decoder._pool.arena) == 2 * 2 + decoder.staging and decoder.staging == TOP_K
+        counts = decoder.decode(PROMPT, NEW).counts
+        kept = 2 * 2
+        assert counts.misses - counts.evictions > kept, "no expert was dropped after a single step: nothing is shown"
+        assert len(decoder._pool._free) == decoder.staging
+
+
+# gates
+
+
+def test_apply_gates_changes_routing_and_restoring_gives_the_base(checkpoint):
+    with OffloadedDecoder(checkpoint, 3) as decoder:
+        base = decoder.decode(PROMPT, NEW, keep_logits=True)
+        names = [name for gate in find_gates(decoder._model) for name in gate.names]
+        assert list(decoder.disk_names) == names and set(decoder.disk_names.values()) <= set(checkpoint.tensors)
+        torch.manual_seed(0)
+        tuned = {name: torch.randn(dict(decoder._model.named_parameters())[name].shape) for name in names}
+        decoder.apply_gates(tuned)
+        changed = decoder.decode(PROMPT, NEW, forced=base.ids, keep_logits=True)
+        assert not np.array_equal(changed.trace.experts, base.trace.experts)
+        assert not torch.equal(changed.logits, base.logits)
+
+        decoder.apply_gates({names[0]: tuned[names[0]]})
+        partly = decoder.decode(PROMPT, NEW, forced=base.ids)
+        assert not np.array_equal(partly.trace.experts, changed.trace.experts), "the last arm's gates were kept"
+
+        decoder.apply_gates({})
+        again = decoder.decode(PROMPT, NEW, keep_logits=True)
+        assert again.ids == base.ids and torch.equal(again.logits, base.logits)
+
+        with pytest.raises(DeltaError, match="not a gate"):
+            decoder.apply_gates({"model.norm.weight": torch.ones(32)})
+        with pytest.raises(DeltaError, match=r"\[1, 2\]"):
+            decoder.apply_gates({names[0]: torch.ones(1, 2)})
+
+
+# refusals
+
+
+def test_a_cache_below_top_k_is_refused_before_loading(folders, monkeypatch):
+    checkpoint = Checkpoint.open(folders("mixtral"))
+    monkeypatch.setattr("remoe_cli.offload.decoder.load_without_experts", lambda *_: pytest.fail("it was loaded"))
+    with pytest.raises(CacheError, match="2 or more are needed") as caught:
+        OffloadedDecoder(checkpoint, 1)
+    assert caught.value.hint == "remoe eval --cache 2"
+    with pytest.raises(CacheError, match="lfuu"):
+        OffloadedDecoder(checkpoint, 2, "lfuu")
+    with pytest.raises(CacheError, match="admission"):
+        OffloadedDecoder(checkpoint, 2, admission="free")
+
+
+def test_settings_that_cannot_decode_are_refused(folders):
+    with OffloadedDecoder(Checkpoint.open(folders("mixtral")), 99) as decoder:
+        assert (decoder.requested, decoder.capacity) == (99, EXPERTS)
+        with pytest.raises(CacheError):
+            decoder.configure(1)
+        for prompt, n_new, forced in (([], 2, None), (PROMPT, 0, None), (PROMPT, 3, [1, 2])):
+            with pytest.raises(UsageError):
+                decoder.decode(prompt, n_new, forced=forced)
+        decoder.configure(4, "belady")
+        with pytest.raises(CacheError, match="future"):
+            decoder.decode(PROMPT, 3)
+
+
+# time
+
+
+def test_latencies_add_up(folders):
+    with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3) as decoder:
+        start = perf_counter()
+        latency = decoder.decode(PROMPT, 6).latency
+        wall = perf_counter() - start
+        single = decoder.decode(PROMPT, 1).latency
+    assert len(latency.itl_s) == 5 and min(latency.itl_s) > 0 and latency.ttft_s > 0
+    assert latency.e2el_s == pytest.approx(latency.ttft_s + sum(latency.itl_s))
+    assert latency.e2el_s < wall
+    assert latency.tpot_s == pytest.approx((latency.e2el_s - latency.ttft_s) / 5)
+    assert single.tpot_s is None and single.itl_s == () and single.e2el_s == single.ttft_s
+
+
+def test_compute_threads_are_set_while_decoding_only(folders, monkeypatch):
+    torch.set_num_threads(2)
+    try:
+        with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3, threads=1) as decoder:
+            seen = []
+            decoder._model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+            decoder.decode(PROMPT, 2)
+            assert seen == [1, 1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_the_clock_measures_time_that_passes():
+    clock = Clock(torch.device("cpu"))
+    clock.mark()
+    for pause in (0.02, 0.01, 0.03):
+        sleep(pause)
+        clock.mark()
+    latency = clock.latency()
+    assert latency.ttft_s >= 0.02 and latency.itl_s[0] >= 0.01 and latency.itl_s[1] >= 0.03
+    assert latency.e2el_s < 0.5
