@@ -1,0 +1,48 @@
+"""remoe apply: a delta's gates in a loaded model, or in a patched copy of the checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remoe_cli.delta import Delta, gates_for, is_delta, patched_copy, put
+from remoe_cli.errors import DeltaError
+from remoe_cli.hub.resolve import fetch_repository, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def find_delta(name: str) -> Delta:
+    """A delta folder, a run folder (its delta/), or a Hub id[@revision]. Raises DeltaError or HubError."""
+    folder = Path(name)
+    if folder.exists():
+        for candidate in (folder, folder / "delta"):
+            if is_delta(candidate):
+                return Delta.load(candidate)
+        raise DeltaError(
+            f"{name} is not a delta: it must hold gates.safetensors and remoe.json.", "remoe finetune demo"
+        )
+    return Delta.load(fetch_repository(name)[0])
+
+
+def apply(delta: str, base: str, out: Path) -> Path:
+    """Writes a full copy of `base` to `out` in which only the gates' bytes differ, and returns it."""
+    found = find_delta(delta)
+    return patched_copy(found, resolve(base), out)
+
+
+def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
+    """See remoe_cli.load."""
+    from transformers import AutoModelForCausalLM
+
+    from remoe_cli.families import family_of
+    from remoe_cli.families.loader import gate_disk_names, quiet
+
+    found = find_delta(delta)
+    checkpoint = resolve(base)
+    family_of(checkpoint.config, base)
+    already = found.is_applied(checkpoint)
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, **{"dtype": "auto", **kwargs})
+    if not already:
+        put(model, gates_for(gate_disk_names(model, checkpoint), found))
+    return model.eval()

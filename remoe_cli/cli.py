@@ -1,0 +1,210 @@
+"""Every command: options -> one verb -> print. Heavy imports stay inside the commands, so that --help is quick."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from remoe_cli import __version__
+from remoe_cli.errors import CacheError, UsageError
+
+app = typer.Typer(
+    help="Make Mixture-of-Experts models cacheable by tuning only their router gates; measure the gain on your own machine.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start: remoe finetune demo && remoe eval --cache 8,12 && remoe push --to out",
+)
+
+Device = Annotated[Optional[str], typer.Option(help="cpu, cuda or cuda:N; a GPU is used where there is one.")]  # noqa: UP045
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"remoe {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def finetune(
+    model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
+    recipe: Annotated[str, typer.Option(help="Recipe name (`remoe recipes` lists them) or YAML file.")] = "remoe",
+    data: Annotated[Optional[str], typer.Option(help="`demo`, FILE.jsonl, FILE.txt, or a Hub dataset id.")] = None,  # noqa: UP045
+    steps: Annotated[Optional[int], typer.Option(help="Optimiser steps; warm-ups scale with them.")] = None,  # noqa: UP045
+    out: Annotated[Optional[Path], typer.Option(help="Run folder; by default runs/<time>-<model>-<recipe>.")] = None,  # noqa: UP045
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value of the recipe; repeatable.")
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train the router gates of MODEL, everything else frozen; writes a run folder with the delta.
+
+    Ctrl-C saves the gates so far and exits with 130.
+    """
+    from remoe_cli import finetune as verb
+    from remoe_cli.console import data as print_data
+
+    done = verb.finetune(model, recipe=recipe, data=data, steps=steps, out=out, overrides=set_ or [], device=device)
+    if as_json:
+        print_data(json.dumps(verb.as_json(done)))
+    else:
+        print_data(verb.summary(done))
+    if done.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Optional[str], typer.Argument(help="Run folder or name; without it the latest run.")] = None,  # noqa: UP045
+    cache: Annotated[str, typer.Option(help="Expert slots a layer, such as 6 or 6,8,12.")] = "6",
+    control: Annotated[str | None, typer.Option(help="A second run to show beside it, such as a ce-only one.")] = None,
+    policy: Annotated[str, typer.Option(help="Cache policies to simulate.")] = "lru,lfu,fifo,belady",
+    measure: Annotated[bool, typer.Option(help="Time the offloaded decoder as well.")] = True,
+    threads: Annotated[Optional[int], typer.Option(help="Compute threads of the measured decoder.")] = None,  # noqa: UP045
+    fail_on_regress: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="X", help="Exit with 3 if the tuned perplexity or LRU misses are more than X % above the base's."
+        ),
+    ] = None,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Base, tuned and control side by side: quality, overlap, cache hits, and time measured on this machine."""
+    from remoe_cli import evaluate as verb
+    from remoe_cli.console import data as print_data
+    from remoe_cli.console import note
+    from remoe_cli.report.renderers import RENDERERS
+
+    report = verb.evaluate(
+        run,
+        _numbers(cache),
+        control=control,
+        policies=policy.split(","),
+        measure=measure,
+        threads=threads,
+        device=device,
+    )
+    print_data(json.dumps(report) if as_json else RENDERERS["terminal"](report))
+    note(
+        f"Written: {report['run']}/report.json. Next: remoe push --to FOLDER, or remoe push {report['run']} you/your-delta"
+    )
+    if fail_on_regress is not None and (why := verb.regressions(report, fail_on_regress)):
+        note(f"Regressed: {'; '.join(why)}")
+        raise typer.Exit(3)
+
+
+@app.command()
+def push(
+    run: Annotated[Optional[str], typer.Argument(help="Run folder or name; without it the latest run.")] = None,  # noqa: UP045
+    repo: Annotated[
+        str | None, typer.Argument(help="Hub repository (user/name); by default <you>/<base>-remoe.")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
+    to: Annotated[Optional[Path], typer.Option(help="Write to this folder instead of the Hub.")] = None,  # noqa: UP045
+    as_json: AsJson = False,
+) -> None:
+    """Publish the delta with its recipe, report and card: to the Hub, or to a folder with --to."""
+    from remoe_cli import push as verb
+    from remoe_cli.console import data as print_data
+
+    run, repo = verb.arguments(run, repo)
+    done = verb.push(run, repo, to=to, private=private, dry_run=dry_run)
+    if as_json:
+        print_data(json.dumps(done._asdict()))
+        return
+    for name, size in done.files.items():
+        print_data(f"{size:>12,}  {name}")
+    if dry_run:
+        print_data(f"Dry run: nothing was sent to {done.where}. Next: the same command without --dry-run")
+    else:
+        state = "Pushed to" if done.new else "Unchanged, already at"
+        print_data(
+            f"{state} {done.where}. Next: remoe apply {str(to) if to else repo or done.where.rpartition('/')[0].rpartition('/')[2] + '/' + done.where.rpartition('/')[2]} BASE --out DIR"
+        )
+
+
+@app.command()
+def apply(
+    delta: Annotated[str, typer.Argument(help="Delta folder, run folder, or Hub id (with @revision).")],
+    base: Annotated[str, typer.Argument(help="The base model: Hub id (with @revision), local folder, or `demo`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the patched checkpoint; must not exist yet.")],
+) -> None:
+    """Write a copy of BASE in which only the gates' bytes differ; every loader can read it."""
+    from remoe_cli import apply as verb
+    from remoe_cli.console import data as print_data
+
+    print_data(f"Patched checkpoint: {verb.apply(delta, base, out)}")
+
+
+@app.command()
+def decode(
+    model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
+    cache: Annotated[int, typer.Option(help="Expert slots a layer; at least the model's experts a token.")],
+    delta: Annotated[Optional[str], typer.Option(help="Delta folder, run folder or Hub id to decode with.")] = None,  # noqa: UP045
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The module defines the following",
+    tokens: Annotated[int, typer.Option(help="New tokens.")] = 32,
+    policy: Annotated[str, typer.Option(help="Cache policy: lru, lfu or fifo.")] = "lru",
+    admission: Annotated[str, typer.Option(help="forced or bypass.")] = "forced",
+    threads: Annotated[Optional[int], typer.Option(help="Compute threads.")] = None,  # noqa: UP045
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Continue a prompt with the experts left on disk, C of them a layer in memory; counts and times every load."""
+    from remoe_cli import decode as verb
+    from remoe_cli.console import data as print_data
+
+    done = verb.decode(
+        model,
+        cache,
+        delta=delta,
+        prompt=prompt,
+        tokens=tokens,
+        policy=policy,
+        admission=admission,
+        threads=threads,
+        device=device,
+    )
+    print_data(json.dumps(done) if as_json else verb.summary(done))
+
+
+@app.command()
+def recipes(
+    family: Annotated[str, typer.Argument(help="demo, deepseek_v2, qwen3_moe, mixtral or gpt_oss.")] = "deepseek_v2",
+    as_json: AsJson = False,
+) -> None:
+    """List the recipes of a family and where they lie; copy one and pass it to --recipe."""
+    from remoe_cli import recipe
+    from remoe_cli.console import data as print_data
+
+    found = recipe.names(family)
+    if as_json:
+        print_data(json.dumps(found))
+        return
+    print_data(f"Recipes for {family} ({recipe.folder()}): {', '.join(found)}")
+    print_data("\n".join(f"  --set {key}=..." for key in recipe.key_names()))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise UsageError(
+            f"--cache takes whole numbers such as 6 or 6,8,12, not {text!r}.", "remoe eval --cache 6,8,12"
+        ) from None
+    if found[0] < 1:
+        raise CacheError(f"a cache needs at least 1 slot a layer, not {found[0]}.", "remoe eval --cache 6")
+    return found

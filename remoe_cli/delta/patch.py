@@ -1,0 +1,63 @@
+"""Putting a delta's gates into a loaded model, or into a copy of the checkpoint on disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from remoe_cli import atomic
+from remoe_cli.delta.delta import _bytes, Delta
+from remoe_cli.errors import RunError
+from remoe_cli.hub.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+def gates_for(disk_names: dict[str, str], delta: Delta) -> dict[str, "torch.Tensor"]:
+    """In-memory parameter name -> tuned tensor, from the map in-memory -> on-disk of the loaded base."""
+    return {memory: delta.tensors[disk] for memory, disk in disk_names.items() if disk in delta.tensors}
+
+
+def put(model: "nn.Module", gates: dict[str, "torch.Tensor"]) -> None:
+    """Copies gates (in-memory name -> tensor) into the model, cast to its dtype and device; nothing else is touched."""
+    import torch
+
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in gates.items():
+            parameters[name].copy_(tensor)
+
+
+def patched_copy(delta: Delta, checkpoint: Checkpoint, out: Path) -> Path:
+    """A full copy of the checkpoint in which only the gates' bytes differ: safe for every loader.
+
+    Raises DeltaError for the wrong base, RunError when `out` is taken, not writable or the disk too small.
+    """
+    already = delta.is_applied(checkpoint)
+    names = [path for path in checkpoint.folder.iterdir() if path.is_file() and not path.name.startswith(".")]
+    stray = {path.name for path in names if path.suffix == ".safetensors"} - {path.name for path in checkpoint.files}
+    names = [path for path in names if path.name not in stray and path.suffix not in (".bin", ".pt", ".gguf")]
+    atomic.make_folder(out.parent)
+    needed, free = sum(path.stat().st_size for path in names), shutil.disk_usage(out.parent).free
+    if needed > free:
+        raise RunError(
+            f"{out} needs {needed / 1e9:.1f} GB and {out.parent} has {free / 1e9:.1f} GB free.",
+            "the same command with --out on another disk",
+        )
+    with atomic.new_folder(out) as scratch:
+        for path in names:
+            shutil.copyfile(path, scratch / path.name)
+        if not already:
+            for name, tensor in delta.tensors.items():
+                info = checkpoint.tensors[name]
+                with open(scratch / info.file.name, "r+b") as stream:
+                    stream.seek(info.offset)
+                    stream.write(_bytes(tensor))
+                    stream.flush()
+                    os.fsync(stream.fileno())
+        facts = {"base": delta.base, "commit": delta.commit, "recipe": delta.recipe, "gates": len(delta.tensors)}
+        atomic.write(scratch / "remoe_applied.json", json.dumps(facts, indent=1) + "\n")
+    return out

@@ -1,0 +1,1 @@
+"""Measuring a resident model: perplexity and overlap over text, and routing traces of decoding."""

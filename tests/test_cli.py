@@ -1,0 +1,272 @@
+"""The command line: wrong input gives one line with the next command, and a small run goes all the way."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import tiny_tokenizers
+import torch
+from commands import Remoe
+from safetensors.torch import load_file, save_file
+from test_delta import hashes
+
+from remoe_cli.cli import app
+
+QUICK = [
+    "--set", "train.sequence=32", "--set", "train.micro_batch=2", "--set", "train.accumulation=2", "--set", "train.lr=0.02",
+    "--set", "evaluate.rows=4", "--set", "evaluate.requests=3", "--set", "evaluate.prompt_tokens=4",
+    "--set", "evaluate.new_tokens=6", "--set", "evaluate.measured=2", "--set", "objective.window_tokens=4",
+]  # fmt: skip
+
+
+@pytest.fixture
+def remoe(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    return Remoe(capsys, monkeypatch)
+
+
+def make_model(folder: Path, model_type: str = "deepseek_v2", **settings) -> Path:
+    tiny_models.make(model_type, folder, vocab_size=400, **settings)
+    tiny_tokenizers.wrapped().save_pretrained(folder)
+    return folder
+
+
+def make_texts(path: Path, rows: int = 40) -> Path:
+    lines = [
+        json.dumps({"text": f"row {i}: " + "the quick brown fox jumps over the lazy dog. " * 4}) for i in range(rows)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return make_texts(tmp_path / "texts.jsonl")
+
+
+@pytest.fixture
+def a_run(remoe, model, texts):
+    ran = remoe("finetune", model, "--data", texts, "--steps", 2, *QUICK)
+    assert ran.code == 0, ran.err
+    return next(Path("runs").iterdir())
+
+
+def refused(ran, *words: str) -> None:
+    assert ran.code != 0
+    lines = [line for line in ran.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and ran.err.splitlines()[-1] == lines[0], ran.err
+    assert "Try: " in lines[0] and lines[0].split("Try: ")[1].strip()
+    assert "Traceback" not in ran.err and not ran.out.strip()
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_the_whole_way(remoe, model, texts):
+    before = hashes(model)
+    control = remoe("finetune", model, "--data", texts, "--steps", 3, "--recipe", "ce-only", "--out", "control", *QUICK)
+    tuned = remoe("finetune", model, "--data", texts, "--steps", 3, *QUICK)
+    assert control.code == 0 and tuned.code == 0, tuned.err
+    assert hashes(model) == before, "finetune changed the base"
+    run = Path(next(Path("runs").iterdir()))
+    assert re.search(r"base +perplexity .*\ntuned +perplexity .*\nNext: remoe eval", tuned.out), tuned.out
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in steps] == [1, 2, 3]
+    assert {"loss", "ce", "trust", "reuse", "smooth", "lag", "window", "eor", "lr", "tokens_per_s"} <= set(steps[0])
+    facts = json.loads((run / "delta/remoe.json").read_text())
+    gates = load_file(run / "delta/gates.safetensors")
+    assert set(gates) == set(facts["gates"]) and facts["changed"] > 0
+    assert all(".mlp.gate.weight" in name for name in gates)
+
+    ran = remoe("eval", "--cache", "1,2,4", "--control", "control", "--json")
+    assert ran.code == 0, ran.err
+    report = json.loads(ran.out)
+    assert report == json.loads((run / "report.json").read_text())
+    assert [arm["name"] for arm in report["arms"]] == ["base", "ce-only", "remoe"]
+    for arm in report["arms"]:
+        below, *measured = arm["measured"]
+        assert below["capacity"] == 1 and below["skipped"] == "needs C >= 2"
+        for row in measured:
+            assert row["counts_match"] is True and row["exact"] is True
+            assert (
+                row["bytes"]
+                == row["misses"] * report["base"]["expert_bytes"]
+                == row["reads"] * report["base"]["expert_bytes"]
+            )
+        cells = {(c["trace"], c["policy"], c["admission"], c["capacity"]): c for c in arm["cache"]}
+        forced = [cells["forced", p, "forced", 2]["hits"] for p in ("lru", "lfu", "fifo", "belady")]
+        assert len(set(forced)) == 1, "at C = K every policy with forced admission holds the last step's experts"
+        assert cells["forced", "belady", "bypass", 2]["hits"] >= forced[0]
+    base = report["arms"][0]
+    lru = next(c for c in base["cache"] if (c["trace"], c["policy"], c["capacity"]) == ("forced", "lru", 2))
+    assert lru["gap_closed"] in (0.0, None) and lru["gap_closed_forced"] is None
+
+    shown = remoe("eval", "--cache", "2", "--no-measure")
+    assert "EOR, teacher-forced" in shown.out and "C = 2" in shown.out
+
+    assert remoe("push", "--to", "pushed").code == 0
+    assert sorted(p.name for p in Path("pushed").iterdir()) == [
+        "README.md",
+        "gates.safetensors",
+        "recipe.yaml",
+        "remoe.json",
+        "report.json",
+    ]
+    assert "needs C >= 2" not in Path("pushed/README.md").read_text()
+    assert remoe("apply", "pushed", model, "--out", "patched").code == 0
+    after = hashes(Path("patched"))
+    assert {name for name in before if before[name] != after[name]} == set(gates)
+    one = remoe("decode", "patched", "--cache", 2, "--tokens", 5, "--json")
+    two = remoe("decode", model, "--delta", "pushed", "--cache", 2, "--tokens", 5, "--json")
+    assert one.code == 0 and two.code == 0
+    assert json.loads(one.out)["text"] == json.loads(two.out)["text"]
+    assert json.loads(one.out)["misses"] == json.loads(two.out)["misses"]
+
+
+# The twelve wrong inputs, and more of their kind
+
+
+def test_unknown_family(remoe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "olmoe", "num_experts": 64}))
+    refused(remoe("finetune", tmp_path / "model"), "olmoe", "deepseek_v2")
+
+
+def test_dense_model(remoe, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "llama"}))
+    refused(remoe("finetune", tmp_path / "model"), "dense", "llama")
+    refused(remoe("decode", tmp_path / "model", "--cache", 8), "dense")
+
+
+def test_missing_shard(remoe, model, texts):
+    shard = sorted(model.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(remoe("finetune", model, "--data", texts), shard.name)
+
+
+def test_truncated_file(remoe, model, texts):
+    shard = sorted(model.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-7])
+    refused(remoe("finetune", model, "--data", texts), shard.name, "truncated")
+
+
+def test_not_a_delta(remoe, model):
+    Path("empty").mkdir()
+    refused(remoe("apply", "empty", model, "--out", "out"), "not a delta")
+    assert not Path("out").exists()
+
+
+def test_delta_of_another_base(remoe, a_run, tmp_path):
+    other = make_model(tmp_path / "other", seed=5)
+    refused(remoe("apply", a_run, other, "--out", "out"), "another revision")
+    refused(remoe("decode", other, "--cache", 2, "--delta", a_run), "another revision")
+    assert not Path("out").exists()
+
+
+def test_cache_smaller_than_top_k_asked_of_the_decoder(remoe, model):
+    refused(remoe("decode", model, "--cache", 1), "2 experts", "--cache 2")
+
+
+def test_empty_data(remoe, model):
+    Path("empty.jsonl").write_text("")
+    refused(remoe("finetune", model, "--data", "empty.jsonl"), "empty.jsonl")
+    Path("empty.txt").write_text("\n")
+    refused(remoe("finetune", model, "--data", "empty.txt"), "empty.txt")
+
+
+def test_bad_recipe_key(remoe, model):
+    refused(remoe("finetune", model, "--set", "train.stpes=3"), "did you mean train.steps")
+    Path("mine.yaml").write_text("objective: {trsut: 1}\n")
+    refused(remoe("finetune", model, "--recipe", "mine.yaml"), "did you mean objective.trust")
+    refused(remoe("finetune", model, "--recipe", "remeo"), "did you mean remoe")
+    refused(remoe("finetune", model, "--steps", 0), "train.steps")
+    assert not Path("runs").exists(), "a refused command left a run behind"
+
+
+def test_no_run_yet(remoe):
+    for command in ("eval", "push"):
+        refused(remoe(command), "no run", "remoe finetune")
+    refused(remoe("eval", "no-such-run"), "no-such-run")
+
+
+def test_no_token(remoe, a_run):
+    ran = remoe("push", a_run, "me/delta")
+    refused(ran, "token", "hf auth login")
+
+
+def test_unwritable_folder(remoe, model, texts):
+    refused(remoe("finetune", model, "--data", texts, "--out", "/proc/remoe"), "/proc/remoe")
+
+
+def test_taken_folder(remoe, a_run, model, texts):
+    Path("taken").mkdir()
+    Path("taken/mine.txt").write_text("mine")
+    refused(remoe("finetune", model, "--data", texts, "--out", "taken"), "not an empty folder")
+    refused(remoe("push", "--to", "taken"), "not an empty folder")
+    refused(remoe("apply", a_run, model, "--out", "taken"), "not an empty folder")
+    assert [path.name for path in Path("taken").iterdir()] == ["mine.txt"]
+
+
+def test_wrong_options(remoe, a_run, model):
+    refused(remoe("eval", "--cache", "six"), "--cache")
+    refused(remoe("eval", "--cache", "0"), "at least 1")
+    refused(remoe("eval", "--cache", "99"), "8 experts")
+    refused(remoe("eval", "--cache", "2", "--policy", "lur"), "lru")
+    refused(remoe("eval", "--cache", "2", "--control", a_run), "the run itself")
+    refused(remoe("eval", "--cache", "2", "--device", "tpu"), "--device")
+    refused(remoe("decode", model, "--cache", 2, "--policy", "belady"), "lru, lfu, fifo")
+    refused(remoe("push", "nonsense"), "nonsense")
+
+
+def test_a_loss_that_is_not_finite_keeps_the_last_good_gates(remoe, model, texts):
+    rows = texts.read_text().splitlines()
+    rows[10] = json.dumps({"text": "~ " * 60})  # a token whose embedding is not a number; row 10 is not held out
+    texts.write_text("\n".join(rows) + "\n")
+    token = tiny_tokenizers.wrapped()("~", add_special_tokens=False).input_ids[0]
+    shard = next(path for path in model.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path))
+    tensors = load_file(shard)
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    ran = remoe("finetune", model, "--data", texts, "--steps", 40, *QUICK)
+    assert ran.code == 1 and "not finite" in ran.err.splitlines()[-1] and "Traceback" not in ran.err
+    run = next(Path("runs").iterdir())
+    assert json.loads((run / "run.json").read_text())["status"] == "diverged"
+    assert all(torch.isfinite(gate).all() for gate in load_file(run / "delta/gates.safetensors").values())
+    assert remoe("apply", run, model, "--out", "patched").code == 0
+
+
+def test_fail_on_regress(remoe, a_run):
+    kept = remoe("eval", "--cache", "2", "--no-measure", "--fail-on-regress", "1000")
+    assert kept.code == 0
+    ran = remoe("eval", "--cache", "2", "--no-measure", "--fail-on-regress", "-99")
+    assert ran.code == 3 and "Regressed: perplexity" in ran.err
+
+
+def test_latest_run_is_the_one_made_last(remoe, a_run, model, texts):
+    remoe("finetune", model, "--data", texts, "--steps", 1, "--recipe", "ce-only", *QUICK)
+    ran = remoe("eval", "--cache", "2", "--no-measure", "--json")
+    assert json.loads(ran.out)["recipe"] == "ce-only"
+
+
+def test_help_version_and_module():
+    for arguments, words in ((["--help"], "finetune"), (["--version"], "remoe 0."), (["eval", "--help"], "--cache")):
+        ran = subprocess.run([sys.executable, "-m", "remoe_cli", *arguments], capture_output=True, text=True)
+        assert ran.returncode == 0 and words in ran.stdout
+
+
+def test_every_command_is_documented():
+    page = (Path(__file__).parent.parent / "docs/commands.md").read_text()
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__
+        assert f"## remoe {name}" in page, f"docs/commands.md lacks {name}: run python docs/make_commands.py"
