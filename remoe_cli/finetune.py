@@ -11,7 +11,7 @@ from remoe_cli import run as runs
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta, gates_for, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.families import family_of, find_gates
+from remoe_cli.families import family_of, find_gates, Gate
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.text import measure_text, TextMeasures
@@ -52,18 +52,21 @@ def finetune(
     settings = choose_recipe(model, family.model_type, recipe, data, steps, overrides)
     where = pick_device(device)
     run = runs.create(model, settings, out)
-    checkpoint = resolve(found)
-    tokenizer = load_tokenizer(checkpoint)
-    documents = load_documents(settings.data, tokenizer, seed=settings.train.seed)
-    dtype = compute_dtype(checkpoint, where, settings.train.dtype)
-    loaded = load_resident(checkpoint, dtype, where)
-    gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
-    run.note(
-        model=model, base=checkpoint.id, commit=checkpoint.commit, model_type=family.model_type, status="running",
-        created=time.time(), device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
-    )  # fmt: skip
-    _introduce(run, checkpoint, settings, documents, gates, device_name(where), str(dtype).removeprefix("torch."))
-    before = _measure("base", loaded, gates, documents, settings)
+    try:
+        checkpoint = resolve(found)
+        documents = load_documents(settings.data, load_tokenizer(checkpoint), seed=settings.train.seed)
+        dtype = compute_dtype(checkpoint, where, settings.train.dtype)
+        loaded = load_resident(checkpoint, dtype, where)
+        gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
+        run.note(
+            model=model, base=checkpoint.id, commit=checkpoint.commit, model_type=family.model_type, status="running",
+            created=time.time(), device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
+        )  # fmt: skip
+        _introduce(run, checkpoint, settings, documents, gates)
+        before = _measure("base", loaded, gates, documents, settings)
+    except BaseException:
+        run.discard()  # nothing was trained yet
+        raise
     try:
         trained = _train(loaded, gates, documents, settings, run)
     except Diverged as error:
@@ -114,17 +117,18 @@ def _suggested_cache(done: Finetuned) -> int:
     return max(6, int(done.run.facts.get("top_k", 6)))
 
 
-def _introduce(
-    run: Run, checkpoint: "Checkpoint", recipe: Recipe, documents: Documents, gates, device: str, dtype: str
-) -> None:
+def _introduce(run: Run, checkpoint: "Checkpoint", recipe: Recipe, documents: Documents, gates: Sequence[Gate]) -> None:
     trained = sum(p.numel() for gate in gates for p in gate.parameters.values())
     run.note(top_k=gates[0].top_k, n_experts=gates[0].n_experts, moe_layers=len(gates), gate_parameters=trained)
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
     note(f"Run {run.folder}")
     note(
-        f"Base {pinned}: {len(gates)} gates of [{gates[0].n_experts} x hidden], {trained:,} parameters train, the rest is frozen"
+        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, {trained:,} parameters train, the rest is frozen"
     )
-    note(f"Recipe {recipe.name}, data {documents.source}, {device}, {dtype}; the model's balance loss is off")
+    facts = run.facts
+    note(
+        f"Recipe {recipe.name}, data {documents.source}, {facts['device']}, {facts['dtype']}; the model's balance loss is off"
+    )
     for line in documents.notes:
         note(f"Note: {line}")
 

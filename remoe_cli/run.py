@@ -1,7 +1,9 @@
 """Run folders: runs/<time>-<model>-<recipe>/ holds the recipe, the metrics, the delta and the report of one run."""
 
+import contextlib
 import json
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,13 @@ class Run:
     @property
     def has_delta(self) -> bool:
         return (self.delta / "remoe.json").is_file()
+
+    def discard(self) -> None:
+        """Removes the folder, and runs/ if nothing else is in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.parent == ROOT:
+            with contextlib.suppress(OSError):
+                ROOT.rmdir()
 
     def note(self, **facts) -> None:
         """Merges facts into run.json."""

@@ -46,8 +46,8 @@ A, B, C, D = range(4)
         ("lfu", "forced", 3, [[B], [A], [B, C], [D]], Step((), (D,), (D,), (A,))),
         # B's first touch counts although it left in between, so that A and B have two each.
         ("lfu", "forced", 2, [[A], [A], [B], [C], [B], [D]], Step((), (D,), (D,), (A,))),
-        # B is used sooner than A.
-        ("belady", "forced", 2, [[A], [B], [C], [B], [A]], Step((A,), (), (), ())),
+        # B is used sooner than A. Of two that are never used again the higher id leaves.
+        ("belady", "forced", 2, [[A], [B], [C], [B]], Step((B,), (), (), ())),
         ("belady", "forced", 2, [[A, B], [C], [B], [A]], Step((), (A,), (A,), (C,))),
         # With bypass D, never used again, is not kept.
         ("belady", "bypass", 1, [[A], [D], [A]], Step((A,), (), (), ())),

@@ -183,6 +183,7 @@ def test_empty_data(remoe, model):
     refused(remoe("finetune", model, "--data", "empty.jsonl"), "empty.jsonl")
     Path("empty.txt").write_text("\n")
     refused(remoe("finetune", model, "--data", "empty.txt"), "empty.txt")
+    assert not Path("runs").exists(), "a refused command left a run behind"
 
 
 def test_bad_recipe_key(remoe, model):

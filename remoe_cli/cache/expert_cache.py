@@ -12,7 +12,7 @@ ADMISSIONS = ("forced", "bypass")
 
 
 class Step(NamedTuple):
-    """What one step did, as expert ids. misses and admitted are in touch order, evicted lowest key first.
+    """What one step did, as expert ids. hits, misses and admitted are in touch order, evicted in none.
 
     hits: asked for and resident before the step.
     misses: asked for and not resident: every one must be loaded in this step.

@@ -1,0 +1,252 @@
+"""Metrics: hand values, and the published arithmetic of objectives-and-metrics.md (6)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remoe_cli.report import metrics
+from remoe_cli.routing import RoutingTrace
+
+
+def trace(rows, borders, n_experts) -> RoutingTrace:
+    """rows: [T, L, K]."""
+    experts = np.array(rows)
+    return RoutingTrace(experts, np.array(borders), np.zeros(len(experts), dtype=bool), n_experts)
+
+
+# ---- published arithmetic
+
+REMOE_ACCESSES = 128 * 64 * 26 * 6
+QWEN_ACCESSES, QWEN_EXPERT = 384, 9_437_184  # a token; bytes
+DEEPSEEK_ACCESSES, DEEPSEEK_EXPERT = 156, 17_301_504
+
+
+def test_remoe_counts():
+    assert REMOE_ACCESSES == 1_277_952
+    for hit, misses in ((0.3187, 870_700), (0.3687, 806_800)):
+        assert round(metrics.hit_ratio(REMOE_ACCESSES, misses), 4) == hit
+
+
+@pytest.mark.parametrize(("hit", "load", "published"), [(0.6119, 1406.4, 1406.50), (0.7313, 973.7, 973.86)])
+def test_qwen_load(hit, load, published):
+    got = metrics.load_mb(QWEN_ACCESSES * (1 - hit), 0, QWEN_EXPERT, tokens=1)
+    assert round(got, 1) == load
+    assert got == pytest.approx(published, rel=2e-4)  # they rounded the hit ratio
+
+
+def test_spatio_temporal_load():
+    demand, proactive = 35.86, 120.33
+    assert round(100 * metrics.hit_ratio(QWEN_ACCESSES, demand), 2) == 90.66
+    assert round(100 * metrics.adjusted_hit_ratio(QWEN_ACCESSES, demand, proactive), 2) == 69.03
+    assert round(metrics.load_mb(demand, proactive, QWEN_EXPERT, tokens=1), 2) == 1473.99
+
+
+def test_expert_sizes():
+    assert metrics.load_mb(1, 0, DEEPSEEK_EXPERT, 1) == pytest.approx(17.30, abs=5e-3)
+    assert metrics.load_mb(DEEPSEEK_ACCESSES * 10, 0, DEEPSEEK_EXPERT, 10) == pytest.approx(156 * 17.301504)
+
+
+# ---- overlap
+
+
+def test_overlap_by_hand():
+    got = metrics.overlap(trace([[[0, 1]], [[1, 0]], [[2, 1]], [[2, 1]], [[3, 2]]], [0, 3, 3, 5], 4))
+    assert (got.shared.tolist(), got.possible.tolist()) == ([3, 0, 1], [4, 0, 2])
+    assert got.eor == 4 / 6  # tokens 2 and 3 are alike, but a border lies between
+
+
+def test_overlap_means_over_layers():
+    assert metrics.eor(trace([[[0], [1]], [[0], [2]]], [0, 2], 3)) == 0.5
+
+
+@pytest.mark.parametrize("borders", [[0, 1, 2], [0, 0, 1, 2, 2]])
+def test_overlap_needs_a_pair(borders):
+    assert metrics.eor(trace([[[0, 1]], [[0, 1]]], borders, 4)) is None
+
+
+def test_overlap_of_an_empty_trace():
+    assert metrics.eor(trace(np.zeros((0, 2, 3), dtype=int), [0], 4)) is None
+
+
+@given(st.data())
+def test_overlap_equals_its_definition(data):
+    top_k, n_layers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    one = st.lists(st.integers(0, 4), min_size=top_k, max_size=top_k, unique=True)
+    rows = data.draw(st.lists(one, min_size=sum(lengths) * n_layers, max_size=sum(lengths) * n_layers))
+    routing = trace(np.array(rows, dtype=int).reshape(-1, n_layers, top_k), np.cumsum([0, *lengths]), 5)
+    ratios = []
+    for start, stop in zip(routing.borders, routing.borders[1:]):
+        for token in range(start + 1, stop):
+            for layer in range(n_layers):
+                now, before = ({*routing.experts[at, layer].tolist()} for at in (token, token - 1))
+                ratios.append(len(now & before) / top_k)
+    got = metrics.eor(routing)
+    assert got == (pytest.approx(sum(ratios) / len(ratios)) if ratios else None)
+
+
+# ---- hits and loads
+
+
+def test_gap_closed_by_hand():
+    assert metrics.gap_closed(load=70, lru_base=100, belady_base=40) == 0.5
+    assert metrics.gap_closed(load=100, lru_base=100, belady_base=40) == 0
+    assert metrics.gap_closed(load=110, lru_base=100, belady_base=40) == pytest.approx(-1 / 6)
+    assert metrics.gap_closed(load=10, lru_base=100, belady_base=40) == 1.5
+    assert metrics.gap_closed(load=70, lru_base=100, belady_base=100) is None
+
+
+def test_ratios_by_hand():
+    assert metrics.hit_ratio(accesses=8, demand=2) == 0.75
+    assert metrics.adjusted_hit_ratio(accesses=8, demand=2, proactive=4) == 0.5
+    assert metrics.load_mb(demand=2, proactive=4, expert_bytes=500_000, tokens=3) == 1.0
+    assert metrics.hit_ratio(0, 0) is metrics.adjusted_hit_ratio(0, 0, 0) is metrics.load_mb(0, 0, 1, 0) is None
+
+
+# ---- usage
+
+
+def test_usage_by_hand():
+    # layer 0: experts 0 and 1 twice each; layer 1: expert 2 four times
+    routing = trace([[[0], [2]], [[1], [2]], [[0], [2]], [[1], [2]]], [0, 4], 4)
+    assert metrics.usage_counts(routing).tolist() == [[2, 2, 0, 0], [0, 0, 4, 0]]
+    got = metrics.usage(routing)
+    assert got.entropy_pooled == pytest.approx(1.5 * math.log(2) / math.log(4))  # shares 1/4, 1/4, 1/2, 0
+    assert got.entropy_layers == pytest.approx((0.5 + 0) / 2)
+    assert got.cv_pooled == pytest.approx(math.sqrt(2) / 2)  # 2, 2, 4, 0: mean 2, std sqrt 2
+    assert got.cv_layers == pytest.approx((1 + math.sqrt(3)) / 2)  # 2, 2, 0, 0: std 1 of mean 1; 0, 0, 4, 0: sqrt 3
+    assert got.effective_experts == pytest.approx((2 + 1) / 2)
+
+
+def test_even_usage():
+    got = metrics.usage(trace([[[0, 1]], [[2, 3]]], [0, 2], 4))
+    assert got == pytest.approx((1, 1, 0, 0, 4))
+
+
+def test_usage_where_undefined():
+    assert metrics.usage(trace(np.zeros((0, 1, 1), dtype=int), [0], 4)) == (None,) * 5
+    single = metrics.usage(trace([[[0]]], [0, 1], 1))
+    assert (single.entropy_pooled, single.entropy_layers, single.cv_pooled) == (None, None, 0)
+
+
+def test_published_entropy_and_cv_fit_each_other():
+    """ReMoE's .9998 and .0409 are one distribution: entropy is about 1 - CV^2 / (2 ln E)."""
+    q = np.ones(64) + 0.0409 * np.resize([1.0, -1.0], 64)
+    got = metrics.usage(
+        trace(np.repeat(np.arange(64), np.round(q * 10_000).astype(int))[:, None, None], [0, 640_000], 64)
+    )
+    assert (round(got.entropy_pooled, 4), round(got.cv_pooled, 4)) == (0.9998, 0.0409)
+
+
+def test_distinct_experts_by_hand():
+    routing = trace([[[0, 1]], [[1, 2]], [[2, 3]], [[0, 1]], [[0, 1]]], [0, 3, 3, 5], 4)
+    assert metrics.distinct_experts(routing) == (4 + 2) / 2
+    assert (
+        metrics.distinct_experts(routing, window=2) == (3 + 2) / 2
+    )  # the third token of the first request is left over
+    assert metrics.distinct_experts(routing, window=3) == 4
+    assert metrics.distinct_experts(routing, window=4) is None
+    assert metrics.distinct_experts(trace(np.zeros((0, 1, 1), dtype=int), [0, 0], 4)) is None
+    with pytest.raises(ValueError, match="at least 1"):
+        metrics.distinct_experts(routing, window=0)
+
+
+def test_distinct_experts_means_over_layers():
+    assert metrics.distinct_experts(trace([[[0], [0]], [[1], [0]]], [0, 2], 2)) == 1.5
+
+
+def test_parallel_load_by_hand():
+    routing = trace([[[0, 1]], [[0, 1]], [[0, 2]], [[0, 3]]], [0, 4], 4)  # loads 4, 2, 1, 1
+    assert metrics.parallel_load(routing, 1) == 1
+    assert metrics.parallel_load(routing, 2) == 6 / 4
+    assert metrics.parallel_load(routing, 4) == 4 / 2
+    assert metrics.parallel_load(routing, 8) is None
+    with pytest.raises(ValueError, match="at least 1"):
+        metrics.parallel_load(routing, 0)
+
+
+def test_parallel_load_does_not_let_layers_cancel():
+    assert metrics.parallel_load(trace([[[0], [1]]], [0, 1], 2), 2) == 2
+
+
+# ---- repetition
+
+
+def test_repetition_by_hand():
+    ids = [1, 2, 3, 4, 1, 2, 3, 4]
+    assert metrics.distinct_n(ids) == 4 / 5  # 1234 comes twice
+    assert metrics.distinct_n(ids, 1) == 0.5
+    assert metrics.distinct_n([1, 2, 3]) is None
+    assert metrics.repetition_rate(ids) == 4 / 7
+    assert metrics.repetition_rate(ids, window=3) == 0
+    assert metrics.repetition_rate([5] * 10, window=1) == 1
+    assert metrics.repetition_rate([5]) is None
+
+
+# ---- latency
+
+
+def test_summary_by_hand():
+    assert metrics.summary(range(101)) == (50, 50, 95, 99)
+    assert metrics.summary([1, 2]) == pytest.approx((1.5, 1.5, 1.95, 1.99))
+    assert metrics.summary([]) is None
+
+
+def test_tpot_leaves_out_the_first_token():
+    assert metrics.tpot(ttft=100, e2el=400, n=4) == 100
+    assert metrics.tpot(ttft=100, e2el=100, n=1) is None
+
+
+def test_latency_by_hand():
+    got = metrics.latency(ttft_s=[0.5, 0.1], itl_s=[[0.01, 0.03], []])
+    assert got.ttft.mean == pytest.approx(300)
+    assert got.itl == pytest.approx((20, 20, 29, 29.8))
+    assert got.tpot == pytest.approx((20, 20, 20, 20))  # the second request has one token only
+    assert got.e2el.mean == pytest.approx((540 + 100) / 2)
+
+
+def test_latency_of_single_tokens_has_no_tpot():
+    got = metrics.latency([0.5], [[]])
+    assert (got.tpot, got.itl) == (None, None) and got.ttft == got.e2el == (500, 500, 500, 500)
+    with pytest.raises(ValueError, match="1 first tokens, 2 lists"):
+        metrics.latency([0.5], [[], []])
+
+
+# ---- intervals
+
+
+def test_bootstrap_of_equal_requests_is_a_point():
+    assert metrics.bootstrap([2, 4, 6], [4, 8, 12], seed=0) == (0.5, 0.5)
+
+
+def test_bootstrap_covers_a_known_spread():
+    hits = np.random.default_rng(1).binomial(100, 0.3, size=400)
+    low, high = metrics.bootstrap(hits, np.full(400, 100), seed=0)
+    error = hits.std() / 100 / math.sqrt(400)
+    assert (low, high) == pytest.approx((hits.mean() / 100 - 1.96 * error, hits.mean() / 100 + 1.96 * error), abs=4e-4)
+
+
+def test_bootstrap_is_a_ratio_of_sums():
+    """Two requests, 1/1 and 0/3: resamples are 1 (a quarter), 1/4 (a half) or 0 (a quarter); never a mean of ratios."""
+    low, high = metrics.bootstrap([1, 0], [1, 3], seed=3, level=0.4)
+    assert (low, high) == (0.25, 0.25)
+    assert metrics.bootstrap([1, 0], [1, 3], seed=3) == (0, 1)
+
+
+def test_bootstrap_repeats_with_its_seed():
+    hits, accesses = np.arange(20), np.full(20, 40)
+    assert metrics.bootstrap(hits, accesses, seed=5) == metrics.bootstrap(hits, accesses, seed=5)
+    assert metrics.bootstrap(hits, accesses, seed=5) != metrics.bootstrap(hits, accesses, seed=6)
+
+
+def test_bootstrap_where_undefined():
+    assert metrics.bootstrap([], [], seed=0) is None
+    assert metrics.bootstrap([0, 0], [0, 0], seed=0) is None
+    assert metrics.bootstrap([0, 1], [0, 2], seed=0) == (0.5, 0.5)  # resamples of the empty request alone are left out
+    with pytest.raises(ValueError, match="one length"):
+        metrics.bootstrap([1], [1, 2], seed=0)
