@@ -14,7 +14,7 @@ from remoe_cli.cache import POLICIES, replay
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import find_gates, RouterTap
 from remoe_cli.families.experts import recorded_order
-from remoe_cli.families.loader import load_resident
+from remoe_cli.families.loader import kept_cache, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import Clock, IoCount, OffloadedDecoder
 from remoe_cli.routing import RoutingTrace
@@ -64,7 +64,7 @@ def stock_decode(model, prompt, forced):
         out = model(input_ids=torch.tensor([prompt], device=model.device), use_cache=True, logits_to_keep=1)
         logits = [out.logits[0, -1]]
         for token in forced[:-1]:
-            out = model(input_ids=torch.tensor([[token]], device=model.device), cache=out.cache, use_cache=True)
+            out = model(input_ids=torch.tensor([[token]], device=model.device), use_cache=True, **kept_cache(out))
             logits.append(out.logits[0, -1])
     return torch.stack(logits)
 

@@ -182,6 +182,9 @@ def ship(model, tokenizer: Tokenizer, history: dict, args) -> None:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|eos|>", pad_token="<|pad|>", model_max_length=1024
     ).save_pretrained(args.out)
+    named = args.out / "tokenizer_config.json"  # under the name that every release of transformers knows
+    named.write_text(named.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    (args.out / "model.safetensors").chmod(0o644)
     facts = {
         "corpus_sha256": corpus.fingerprint(), "python": platform.python_version(), "torch": torch.__version__,
         "seed": args.seed, "steps": args.steps, "tokens_a_step": SEQUENCE * BATCH, "learning_rate": LR,

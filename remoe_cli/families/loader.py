@@ -62,6 +62,12 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def kept_cache(out) -> dict:
+    """The attention cache of a model's output, as the keyword of its next pass (renamed in transformers 5.24)."""
+    name = "cache" if "cache" in out else "past_key_values"
+    return {name: out[name]}
+
+
 def require_no_missing(checkpoint: Checkpoint, missing) -> None:
     """Raises CheckpointError that names a tensor which the model needs and the checkpoint lacks."""
     if missing:

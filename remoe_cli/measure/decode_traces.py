@@ -11,6 +11,7 @@ import torch
 
 from remoe_cli.families import Gate, Routed, RouterTap
 from remoe_cli.families.experts import recorded_order
+from remoe_cli.families.loader import kept_cache
 from remoe_cli.routing.trace import RoutingTrace
 
 
@@ -68,7 +69,7 @@ def _batch(model, tap: RouterTap, prompts_RP: torch.Tensor, steps: int, forced_R
     for step in range(steps):
         ids_R = next_R if forced_RS is None else forced_RS[:, step]
         tap.start()
-        out = model(ids_R[:, None], use_cache=True, **{_cache_name(out): out[_cache_name(out)]})
+        out = model(ids_R[:, None], use_cache=True, **kept_cache(out))
         experts_RLK, weights_RLK = canonical(tap.take())
         chosen.append(experts_RLK)
         weight.append(weights_RLK)
@@ -79,10 +80,6 @@ def _batch(model, tap: RouterTap, prompts_RP: torch.Tensor, steps: int, forced_R
         np.stack(weight, 1).reshape(-1, *weight[0].shape[1:]),
         np.stack(fed, 1),
     )
-
-
-def _cache_name(out) -> str:
-    return "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5.24
 
 
 def canonical(routed: list[Routed]) -> tuple[np.ndarray, np.ndarray]:

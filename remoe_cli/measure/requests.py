@@ -1,6 +1,7 @@
 """Held-out requests: a prompt and its true continuation, cut from documents that are long enough."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -13,24 +14,29 @@ class Requests(NamedTuple):
     continuations_RS: torch.Tensor
 
 
-def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int) -> Requests:
-    """The first prompt+steps tokens of each document, then their next stretch, and so on until there are `requests`.
+def stretches(documents: Sequence[Sequence[int]], length: int) -> Iterator[list[int]]:
+    """The first `length` tokens of each document, then the next of each, and so on: a few long documents cannot crowd out
+    the others. The last stretch of a document may be shorter."""
+    for begin in range(0, max(map(len, documents), default=0), length):
+        for document in documents:
+            if len(document) > begin:
+                yield list(document[begin : begin + length])
 
-    Fewer when the texts run out. Raises DataError when no document is long enough.
+
+def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int) -> Requests:
+    """The first `requests` stretches of prompt + steps tokens; fewer when the texts run out.
+
+    Raises DataError when no document is long enough.
     """
-    length, begin = prompt + steps, 0
-    found: list[list[int]] = []
-    while len(found) < requests:
-        stretch = [list(d[begin : begin + length]) for d in documents if len(d) >= begin + length]
-        if not stretch:
-            break
-        found += stretch
-        begin += length
+    length = prompt + steps
+    whole = (stretch for stretch in stretches(documents, length) if len(stretch) == length)
+    found = list(islice(whole, requests))
     if not found:
-        longest = max((len(d) for d in documents), default=0)
+        longest = max(map(len, documents), default=0)
+        half = max(1, longest // 2)
         raise DataError(
             f"no held-out document has {prompt} + {steps} tokens to decode (the longest has {longest}).",
-            f"the same command with --set evaluate.prompt_tokens={max(1, longest // 2)} --set evaluate.new_tokens={max(1, longest // 2)}",
+            f"the same command with --set evaluate.prompt_tokens={half} --set evaluate.new_tokens={max(1, half - 1)}",
         )
-    ids = torch.tensor(found[:requests])
+    ids = torch.tensor(found)
     return Requests(ids[:, :prompt], ids[:, prompt:])

@@ -1,13 +1,14 @@
 """Teacher-forced measures over held-out text: perplexity and expert overlap ratio."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from remoe_cli.errors import DataError
 from remoe_cli.families import Gate, RouterTap
+from remoe_cli.measure.requests import stretches
 from remoe_cli.objectives.remoe import cross_entropy, overlap, Segments
 from remoe_cli.train.packing import batches, model_inputs
 
@@ -25,21 +26,22 @@ class TextMeasures(NamedTuple):
 def measure_text(
     model: torch.nn.Module,
     gates: list[Gate],
-    documents: Iterable[Sequence[int]],
+    documents: Sequence[Sequence[int]],
     sequence: int,
     rows: int,
     *,
     batch: int = 4,
     on_batch: Callable[[int], None] = lambda rows_done: None,
 ) -> TextMeasures:
-    """Over the first `rows` packed rows of `sequence` tokens; no document sees another, no pair crosses a border.
+    """Over `rows` packed rows of `sequence` tokens, taken from all documents alike (`stretches`); no document sees another,
+    no pair crosses a border.
 
     Raises DataError when the documents hold no pair of tokens.
     """
     device = next(model.parameters()).device
     loss = shared = 0.0
     pairs = done = 0
-    for packed in batches(documents, sequence, min(batch, rows)):
+    for packed in batches(stretches(documents, sequence), sequence, min(batch, rows)):
         packed = type(packed)(packed.ids_BT[: rows - done], packed.document_BT[: rows - done])
         segments = Segments.of(packed.document_BT).to(device)
         with RouterTap(gates) as tap:

@@ -11,7 +11,7 @@ from remoe_cli.cache import ExpertCache, make_policy
 from remoe_cli.cache.policies import needs_future
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_without_experts
+from remoe_cli.families.loader import compute_dtype, gate_disk_names, kept_cache, load_without_experts
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload.block import ExpertBlock, Ledger
 from remoe_cli.offload.slots import SlotPool
@@ -160,7 +160,7 @@ class OffloadedDecoder:
             out = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
             for step in range(n_new):
                 if step:
-                    out = self._model(input_ids=chosen[-1], cache=out.cache, use_cache=True)
+                    out = self._model(input_ids=chosen[-1], use_cache=True, **kept_cache(out))
                 logits_V = out.logits[0, -1]
                 if keep_logits:
                     kept.append(logits_V.clone())
