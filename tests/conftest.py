@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True)  # a red run must be red again
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 ABSENT = "golden skipped: ../shared absent"
 SHARED = Path(os.environ.get("REMOE_SHARED") or Path(__file__).resolve().parents[2] / "shared")

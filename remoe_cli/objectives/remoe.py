@@ -127,7 +127,7 @@ def window(logp_LNE: Tensor, segments: Segments, tokens: int) -> Tensor:
 def overlap(choice_LNK: Tensor, segments: Segments) -> Tensor:
     """Sum over pairs of neighbours of |E_t & E_{t-1}| / K; divided by the pairs it is the EOR (teacher-forced)."""
     shared_LNK = (choice_LNK[:, 1:, :, None] == choice_LNK[:, :-1, None, :]).any(-1)
-    return (shared_LNK.float().mean(-1).mean(0) * segments.pairs(1)).sum()
+    return (shared_LNK.double().mean(-1).mean(0) * segments.pairs(1)).sum()
 
 
 def weights(segments: Segments, settings: Objective) -> dict[str, float]:
