@@ -48,11 +48,12 @@ checkpoint: $(READY)
 	$(BIN)/python recipes/demo/make.py --out remoe_cli/demo/checkpoint --work build/demo
 
 $(READY): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(call install_torch,$(BIN)/python -m pip)
-	$(BIN)/python -m pip install --quiet --editable . --group dev
-	touch $(READY)
+	@echo "Setting up $(VENV): torch, then remoe and its dependencies (one to three minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	@$(call install_torch,$(BIN)/python -m pip)
+	@$(BIN)/python -m pip install --quiet --editable . --group dev
+	@touch $(READY)
 
 clean:
 	rm -rf $(VENV) build dist runs demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
