@@ -92,7 +92,7 @@ def evaluate(
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run": str(found.folder),
         "base": {
-            "id": checkpoint.id, "commit": checkpoint.commit, "model_type": checkpoint.model_type, "moe_layers": len(gates),
+            "id": Delta.load(found.delta).base, "commit": checkpoint.commit, "model_type": checkpoint.model_type, "moe_layers": len(gates),
             "n_experts": gates[0].n_experts, "top_k": gates[0].top_k, "expert_bytes": expert_bytes,
         },
         "recipe": recipe.name,

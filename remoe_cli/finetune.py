@@ -1,6 +1,7 @@
 """remoe finetune: freeze everything but the gates, train them, and write the change as a delta."""
 
 import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,7 +60,7 @@ def finetune(
         loaded = load_resident(checkpoint, dtype, where)
         gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
         run.note(
-            model=model, base=checkpoint.id, commit=checkpoint.commit, model_type=family.model_type, status="running",
+            model=model, base=_lasting_name(checkpoint), commit=checkpoint.commit, model_type=family.model_type, status="running",
             created=time.time(), device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
         )  # fmt: skip
         _introduce(run, checkpoint, settings, documents, gates)
@@ -81,6 +82,11 @@ def finetune(
         after = _measure("tuned", loaded, gates, documents, settings)
     run.note(before=before._asdict(), after=after._asdict() if after else None)
     return Finetuned(run, delta, before, after, len(trained.steps), trained.interrupted)
+
+
+def _lasting_name(checkpoint: "Checkpoint") -> str:
+    """What `remoe eval` finds the base by, from whatever folder it is called."""
+    return checkpoint.id if checkpoint.commit or checkpoint.id == "demo" else str(checkpoint.folder.resolve())
 
 
 def choose_recipe(
@@ -109,12 +115,13 @@ def summary(done: Finetuned) -> str:
         lines.append(
             f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({change:+.2f} % perplexity)"
         )
-    lines.append(f"Next: remoe eval {done.run.folder} --cache {_suggested_cache(done)}")
+    lines.append(f"Next: remoe eval {shlex.quote(str(done.run.folder))} --cache {_suggested_cache(done)}")
     return "\n".join(lines)
 
 
 def _suggested_cache(done: Finetuned) -> int:
-    return max(6, int(done.run.facts.get("top_k", 6)))
+    facts = done.run.facts
+    return min(max(6, facts["top_k"]), facts["n_experts"])
 
 
 def _introduce(run: Run, checkpoint: "Checkpoint", recipe: Recipe, documents: Documents, gates: Sequence[Gate]) -> None:

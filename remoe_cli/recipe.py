@@ -135,6 +135,8 @@ def _find(name: str, family: str) -> Path:
 def _from_file(path: Path, family: str) -> Recipe:
     try:
         values = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise RecipeError(f"the recipe {path} cannot be read ({error.strerror}).", "remoe recipes") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not valid YAML ({str(error).splitlines()[0]}).", f"cat {path}") from None
     if not isinstance(values, dict):

@@ -41,7 +41,13 @@ class Run:
 
     @property
     def facts(self) -> dict:
-        return json.loads((self.folder / "run.json").read_text())
+        """run.json. Raises RunError when it is damaged."""
+        try:
+            return json.loads((self.folder / "run.json").read_text())
+        except (OSError, ValueError):
+            raise RunError(
+                f"{self.folder}/run.json is missing or damaged.", "remoe eval ANOTHER_RUN (ls runs)"
+            ) from None
 
     @property
     def has_delta(self) -> bool:
@@ -57,7 +63,7 @@ class Run:
     def note(self, **facts) -> None:
         """Merges facts into run.json."""
         path = self.folder / "run.json"
-        known = json.loads(path.read_text()) if path.is_file() else {}
+        known = self.facts if path.is_file() else {}
         atomic.write(path, json.dumps({**known, **facts}, indent=1) + "\n")
 
 
@@ -84,13 +90,10 @@ def find(name: str | None) -> Run:
     Raises RunError, with the command that makes one, when there is none.
     """
     if name is None:
-        runs = sorted(
-            (path for path in ROOT.glob("*/run.json")), key=lambda path: json.loads(path.read_text()).get("created", 0)
-        )
-        found = [Run(path.parent) for path in runs if Run(path.parent).has_delta]
+        found = [run for path in ROOT.glob("*/run.json") if (run := Run(path.parent)).has_delta]
         if not found:
             raise RunError(f"there is no run with a delta in {ROOT.resolve()} yet.", "remoe finetune demo")
-        return found[-1]
+        return max(found, key=lambda run: run.facts.get("created", 0))
     for folder in (Path(name), ROOT / name):
         if (folder / "run.json").is_file():
             run = Run(folder)

@@ -201,6 +201,27 @@ def test_no_run_yet(remoe):
     refused(remoe("eval", "no-such-run"), "no-such-run")
 
 
+def test_damaged_runs(remoe, a_run):
+    whole = (a_run / "run.json").read_text()
+    (a_run / "run.json").write_text(whole[:20])
+    refused(remoe("eval", "--cache", 2), "damaged")
+    (a_run / "run.json").write_text(whole)
+    (a_run / "recipe.yaml").rename(a_run / "gone.yaml")
+    refused(remoe("eval", "--cache", 2), "recipe.yaml")
+    (a_run / "gone.yaml").rename(a_run / "recipe.yaml")
+    gates = a_run / "delta/gates.safetensors"
+    gates.write_bytes(gates.read_bytes()[:-8])
+    refused(remoe("push", "--to", "out"), "damaged")
+    assert not Path("out").exists()
+
+
+def test_a_run_is_evaluated_from_any_folder(remoe, a_run, tmp_path, monkeypatch, texts):
+    run = a_run.resolve()
+    monkeypatch.chdir("/")
+    ran = remoe("eval", run, "--cache", 2, "--no-measure", "--json")
+    assert ran.code == 0, ran.err
+
+
 def test_no_token(remoe, a_run):
     ran = remoe("push", a_run, "me/delta")
     refused(ran, "token", "hf auth login")

@@ -43,11 +43,13 @@ def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
     for policy, admission in _policies(arms[0]):
         cells = [cell(arm, capacity, policy, admission) for arm in arms]
         title = POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else ", bypass")
-        rows.append(Row(group, f"{title} hit", [number(one["hit_ratio"], 3) for one in cells]))
         if policy == "lru":
+            rows.append(Row(group, f"{title} hit", [number(one["hit_ratio"], 3) for one in cells]))
             rows.append(Row(group, f"{title} misses", [f"{one['misses']:,}" for one in cells]))
-            rows.append(Row(group, f"{title} MB a token", [number(one["mb_a_token"], 3) for one in cells]))
+            rows.append(Row(group, f"{title} MB a token", [megabytes(one["mb_a_token"]) for one in cells]))
             rows.append(Row(group, f"{title} gap closed", [percent(one["gap_closed"]) for one in cells]))
+        else:
+            rows.append(Row(group, f"{title}: hit, MB, gap", [_brief(one) for one in cells]))
     measured = [_measured(arm, capacity) for arm in arms]
     if any(measured):
         for label, show in _MEASURED.items():
@@ -83,12 +85,31 @@ def _yes(value: bool | None) -> str:
     return "n/a" if value is None else "yes" if value else "NO"
 
 
+def _brief(one: dict) -> str:
+    return f"{number(one['hit_ratio'], 3)}, {megabytes(one['mb_a_token'])}, {percent(one['gap_closed'])}"
+
+
+def _p50(name: str) -> Callable[[dict], str]:
+    return lambda one: number(one[name]["p50"] if one[name] else None, 2)
+
+
+def _tail(one: dict) -> str:
+    itl = one["itl_ms"]
+    return "n/a" if itl is None else f"{itl['p95']:.2f} / {itl['p99']:.2f}"
+
+
 _MEASURED: dict[str, Callable[[dict], str]] = {
-    "measured tpot, p50 ms": lambda one: number(one["tpot_ms"]["p50"] if one["tpot_ms"] else None, 2),
-    "measured MB a token": lambda one: number(one["mb_a_token"], 3),
+    "measured ttft, p50 ms": _p50("ttft_ms"),
+    "measured tpot, p50 ms": _p50("tpot_ms"),
+    "measured itl, p95 / p99 ms": _tail,
+    "measured MB a token": lambda one: megabytes(one["mb_a_token"]),
     "counts = simulator": lambda one: _yes(one["counts_match"]),
     "exact (= resident)": lambda one: _yes(one["exact"]),
 }
+
+
+def megabytes(value: float | None) -> str:
+    return number(value, 3 if value is not None and value < 10 else 1)
 
 
 def number(value: float | None, places: int) -> str:
