@@ -42,7 +42,7 @@ def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
     group, rows = f"C = {capacity}", []
     for policy, admission in _policies(arms[0]):
         cells = [cell(arm, capacity, policy, admission) for arm in arms]
-        title = POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else ", bypass")
+        title = POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else " bypass")
         if policy == "lru":
             rows.append(Row(group, f"{title} hit", [number(one["hit_ratio"], 3) for one in cells]))
             rows.append(Row(group, f"{title} misses", [f"{one['misses']:,}" for one in cells]))
@@ -51,7 +51,9 @@ def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
         else:
             rows.append(Row(group, f"{title}: hit, MB, gap", [_brief(one) for one in cells]))
     measured = [_measured(arm, capacity) for arm in arms]
-    if any(measured):
+    if any(measured) and all(one is None or one["skipped"] for one in measured):
+        rows.append(Row(group, "measured", [one["skipped"] if one else "n/a" for one in measured]))
+    elif any(measured):
         for label, show in _MEASURED.items():
             rows.append(Row(group, label, [_shown(one, show) for one in measured]))
     return rows
