@@ -73,8 +73,9 @@ def evaluate(
         put(model, arm.gates)
         result, traces[arm.name] = _resident(arm, model, gates, documents, requests, recipe)
         results.append(result)
-    del model
-    with OffloadedDecoder(checkpoint, gates[0].top_k, device=where, dtype=dtype, threads=threads) as decoder:
+    n_gates, n_experts, top_k = len(gates), gates[0].n_experts, gates[0].top_k
+    del model, gates  # a gate holds its layer's experts: none may stay resident while they are measured on disk
+    with OffloadedDecoder(checkpoint, top_k, device=where, dtype=dtype, threads=threads) as decoder:
         _simulate(results, traces, capacities, policies, decoder.expert_bytes)
         timed = Requests(*(part[: recipe.evaluate.measured] for part in requests))
         swapped = {arm.name: arm.gates for arm in arms}
@@ -92,8 +93,8 @@ def evaluate(
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run": str(found.folder),
         "base": {
-            "id": Delta.load(found.delta).base, "commit": checkpoint.commit, "model_type": checkpoint.model_type, "moe_layers": len(gates),
-            "n_experts": gates[0].n_experts, "top_k": gates[0].top_k, "expert_bytes": expert_bytes,
+            "id": Delta.load(found.delta).base, "commit": checkpoint.commit, "model_type": checkpoint.model_type, "moe_layers": n_gates,
+            "n_experts": n_experts, "top_k": top_k, "expert_bytes": expert_bytes,
         },
         "recipe": recipe.name,
         "conditions": {

@@ -125,13 +125,20 @@ class Delta:
         for name, tensor in self.tensors.items():
             if name not in checkpoint.tensors:
                 raise DeltaError(f"this delta belongs to {self.base}; {checkpoint.id} has no gate {name}.", hint)
-            shape = checkpoint.tensors[name].shape
+            info = checkpoint.tensors[name]
+            shape = info.shape
             if shape != tuple(tensor.shape):
                 raise DeltaError(
                     f"{name} is {list(shape)} in {checkpoint.id} but {list(tensor.shape)} in the delta of {self.base}.",
                     hint,
                 )
-        applied = {self._state(checkpoint, name) for name in self.tensors}
+            if info.nbytes != tensor.numel() * tensor.element_size():
+                raise DeltaError(
+                    f"{name} is stored as {info.dtype} in {checkpoint.id} but as {tensor.dtype} in the delta.", hint
+                )
+        moved = [name for name in self.tensors if _sha256(self.tensors[name]) != self.base_sha256[name]]
+        states = {name: self._state(checkpoint, name) for name in self.tensors}
+        applied = {states[name] for name in moved} or {False}  # an unchanged gate tells nothing
         if applied == {True}:
             return True
         if applied == {False}:
@@ -142,7 +149,7 @@ class Delta:
         found = checkpoint.sha256(name)
         if found == self.base_sha256[name]:
             return False
-        if found == hashlib.sha256(_bytes(self.tensors[name])).hexdigest():
+        if found == _sha256(self.tensors[name]):
             return True
         raise DeltaError(
             f"the gate {name} of {checkpoint.id} is not the one this delta was made from "
@@ -153,6 +160,10 @@ class Delta:
 
 def is_delta(folder: Path) -> bool:
     return (folder / GATES).is_file() and (folder / FACTS).is_file()
+
+
+def _sha256(tensor: "torch.Tensor") -> str:
+    return hashlib.sha256(_bytes(tensor)).hexdigest()
 
 
 def _bytes(tensor: "torch.Tensor") -> bytes:
