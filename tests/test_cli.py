@@ -1,5 +1,6 @@
 """The command line: wrong input gives one line with the next command, and a small run goes all the way."""
 
+import gc
 import json
 import re
 import subprocess
@@ -13,7 +14,9 @@ import torch
 from commands import Remoe
 from safetensors.torch import load_file, save_file
 from test_delta import hashes
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
+from remoe_cli import evaluate
 from remoe_cli.cli import app
 
 QUICK = [
@@ -273,6 +276,22 @@ def test_fail_on_regress(remoe, a_run):
     assert kept.code == 0
     ran = remoe("eval", "--cache", "2", "--no-measure", "--fail-on-regress", "-99")
     assert ran.code == 3 and "Regressed: perplexity" in ran.err
+
+
+def test_no_expert_is_resident_while_the_offloaded_decoder_is_measured(remoe, a_run, monkeypatch):
+    alive = []
+
+    class Spy(evaluate.OffloadedDecoder):
+        def __init__(self, *arguments, **options):
+            gc.collect()
+            alive.append(sum(type(thing) is DeepseekV2Experts for thing in gc.get_objects()))
+            super().__init__(*arguments, **options)
+
+    gc.collect()
+    before = sum(type(thing) is DeepseekV2Experts for thing in gc.get_objects())
+    monkeypatch.setattr(evaluate, "OffloadedDecoder", Spy)
+    assert remoe("eval", "--cache", "2").code == 0
+    assert alive == [before]
 
 
 def test_latest_run_is_the_one_made_last(remoe, a_run, model, texts):

@@ -86,6 +86,27 @@ def mixtral(tmp_path):
     return Checkpoint.open(tiny_models.make("mixtral", tmp_path / "base"))
 
 
+def test_applied_twice_when_one_gate_did_not_change(mixtral, tmp_path):
+    delta = make_delta(mixtral)
+    still = next(iter(delta.tensors))
+    delta = replace(delta, tensors={**delta.tensors, still: mixtral.read(still)})
+    delta.save(tmp_path / "delta")
+    once = apply(str(tmp_path / "delta"), str(mixtral.folder), tmp_path / "once")
+    assert delta.is_applied(Checkpoint.open(once)) and not delta.is_applied(mixtral)
+    assert hashes(apply(str(tmp_path / "delta"), str(once), tmp_path / "twice")) == hashes(once)
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.float16], ids=str)
+def test_gates_of_another_dtype_than_the_base_are_refused(tmp_path, other):
+    checkpoint = Checkpoint.open(tiny_models.make("mixtral", tmp_path / "base", torch.bfloat16))
+    delta = make_delta(checkpoint)
+    delta = replace(delta, tensors={name: tensor.to(other) for name, tensor in delta.tensors.items()})
+    delta.save(tmp_path / "delta")
+    with pytest.raises(DeltaError, match="stored as BF16"):
+        apply(str(tmp_path / "delta"), str(checkpoint.folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_wrong_bases_are_refused_with_the_reason(mixtral, tmp_path):
     delta = make_delta(mixtral)
     other_family = Checkpoint.open(tiny_models.make("qwen3_moe", tmp_path / "other"))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 GATES, FACTS = "gates.safetensors", "remoe.json"
+_TORCH_NAMES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32"}
 
 
 @dataclass(frozen=True)
@@ -126,36 +127,29 @@ class Delta:
             if name not in checkpoint.tensors:
                 raise DeltaError(f"this delta belongs to {self.base}; {checkpoint.id} has no gate {name}.", hint)
             info = checkpoint.tensors[name]
-            shape = info.shape
-            if shape != tuple(tensor.shape):
+            if info.shape != tuple(tensor.shape):
                 raise DeltaError(
-                    f"{name} is {list(shape)} in {checkpoint.id} but {list(tensor.shape)} in the delta of {self.base}.",
+                    f"{name} is {list(info.shape)} in {checkpoint.id} but {list(tensor.shape)} in the delta of {self.base}.",
                     hint,
                 )
-            if info.nbytes != tensor.numel() * tensor.element_size():
+            if str(tensor.dtype) != _TORCH_NAMES.get(info.dtype):
                 raise DeltaError(
                     f"{name} is stored as {info.dtype} in {checkpoint.id} but as {tensor.dtype} in the delta.", hint
                 )
-        moved = [name for name in self.tensors if _sha256(self.tensors[name]) != self.base_sha256[name]]
-        states = {name: self._state(checkpoint, name) for name in self.tensors}
-        applied = {states[name] for name in moved} or {False}  # an unchanged gate tells nothing
-        if applied == {True}:
-            return True
-        if applied == {False}:
-            return False
-        raise DeltaError(f"{checkpoint.id} holds a mix of base gates and tuned gates.", hint)
-
-    def _state(self, checkpoint: Checkpoint, name: str) -> bool:
-        found = checkpoint.sha256(name)
-        if found == self.base_sha256[name]:
-            return False
-        if found == _sha256(self.tensors[name]):
-            return True
-        raise DeltaError(
-            f"the gate {name} of {checkpoint.id} is not the one this delta was made from "
-            f"({self.base}{'@' + self.commit[:12] if self.commit else ''}): another revision, dtype, or gates changed since.",
-            f"remoe apply DELTA {self.base}" + (f"@{self.commit}" if self.commit else ""),
-        )
+        states = set()
+        for name, tensor in self.tensors.items():
+            found, base, tuned = checkpoint.sha256(name), self.base_sha256[name], _sha256(tensor)
+            if found not in (base, tuned):
+                raise DeltaError(
+                    f"the gate {name} of {checkpoint.id} is not the one this delta was made from "
+                    f"({self.base}{'@' + self.commit[:12] if self.commit else ''}): another revision, dtype, or gates changed since.",
+                    hint,
+                )
+            if base != tuned:  # a gate that did not change tells nothing
+                states.add(found == tuned)
+        if len(states) == 2:
+            raise DeltaError(f"{checkpoint.id} holds a mix of base gates and tuned gates.", hint)
+        return states == {True}
 
 
 def is_delta(folder: Path) -> bool:
@@ -163,10 +157,11 @@ def is_delta(folder: Path) -> bool:
 
 
 def _sha256(tensor: "torch.Tensor") -> str:
-    return hashlib.sha256(_bytes(tensor)).hexdigest()
+    return hashlib.sha256(stored_bytes(tensor)).hexdigest()
 
 
-def _bytes(tensor: "torch.Tensor") -> bytes:
+def stored_bytes(tensor: "torch.Tensor") -> bytes:
+    """A tensor's bytes as safetensors stores them."""
     import torch
 
     return tensor.contiguous().view(torch.uint8).numpy().tobytes()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remoe_cli import atomic
-from remoe_cli.delta.delta import _bytes, Delta
+from remoe_cli.delta.delta import Delta, stored_bytes
 from remoe_cli.errors import RunError
 from remoe_cli.hub.checkpoint import Checkpoint
 
@@ -55,7 +55,7 @@ def patched_copy(delta: Delta, checkpoint: Checkpoint, out: Path) -> Path:
                 info = checkpoint.tensors[name]
                 with open(scratch / info.file.name, "r+b") as stream:
                     stream.seek(info.offset)
-                    stream.write(_bytes(tensor))
+                    stream.write(stored_bytes(tensor))
                     stream.flush()
                     os.fsync(stream.fileno())
         facts = {"base": delta.base, "commit": delta.commit, "recipe": delta.recipe, "gates": len(delta.tensors)}
