@@ -1,6 +1,7 @@
 """Every command: options -> one verb -> print. Heavy imports stay inside the commands, so that --help is quick."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -132,9 +133,7 @@ def push(
         print_data(f"Dry run: nothing was sent to {done.where}. Next: the same command without --dry-run")
     else:
         state = "Pushed to" if done.new else "Unchanged, already at"
-        print_data(
-            f"{state} {done.where}. Next: remoe apply {str(to) if to else repo or done.where.rpartition('/')[0].rpartition('/')[2] + '/' + done.where.rpartition('/')[2]} BASE --out DIR"
-        )
+        print_data(f"{state} {done.where}. Next: remoe apply {shlex.quote(done.name)} BASE --out DIR")
 
 
 @app.command()

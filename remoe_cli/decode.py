@@ -5,6 +5,7 @@ from typing import Any
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import POLICIES
 from remoe_cli.cache.expert_cache import ADMISSIONS
+from remoe_cli.delta import gates_for
 from remoe_cli.environment import device_name, pick_device
 from remoe_cli.errors import CacheError, DataError, UsageError
 from remoe_cli.families import family_of
@@ -54,7 +55,7 @@ def decode(
         if delta is not None:
             change = find_delta(delta)
             if not change.is_applied(checkpoint):
-                decoder.apply_gates({memory: change.tensors[disk] for memory, disk in decoder.disk_names.items()})
+                decoder.apply_gates(gates_for(decoder.disk_names, change))
         done = decoder.decode(ids, tokens)
     return {
         "text": tokenizer.decode(done.ids, skip_special_tokens=True),
@@ -86,6 +87,3 @@ def summary(done: dict[str, Any]) -> str:
             f"ttft {done['ttft_ms']['mean']:.1f} ms, tpot {'n/a' if tpot is None else f'{tpot:.2f} ms'} on {done['device']}",
         ]
     )
-
-
-__all__ = ["decode", "summary"]

@@ -14,9 +14,11 @@ from remoe_cli.report.renderers.card import card
 
 
 class Pushed(NamedTuple):
-    """where: folder or Hub address; files: names and bytes; new: False when nothing was sent (a dry run, or the same content)."""
+    """where: folder or Hub address; name: what `remoe apply` finds it by; files: names and bytes; new: False when nothing
+    was sent (a dry run, or the same content)."""
 
     where: str
+    name: str
     files: dict[str, int]
     new: bool
 
@@ -40,7 +42,7 @@ def push(
     if to is not None:
         with atomic.new_folder(to) as scratch:
             files = assemble(found, scratch)
-        return Pushed(str(to), files, True)
+        return Pushed(str(to), str(to), files, True)
     from remoe_cli.hub.upload import push_folder
 
     with tempfile.TemporaryDirectory() as scratch_name:
@@ -48,7 +50,7 @@ def push(
         base = Delta.load(found.delta).base.rstrip("/").rpartition("/")[2]
         message = f"remoe: {found.recipe.name} gates"
         done = push_folder(Path(scratch_name), repo, private=private, dry_run=dry_run, base_name=base, message=message)
-        return Pushed(done.url, files, done.new)
+        return Pushed(done.url, done.repo, files, done.new)
 
 
 def assemble(run: runs.Run, folder: Path) -> dict[str, int]:
@@ -63,5 +65,5 @@ def assemble(run: runs.Run, folder: Path) -> dict[str, int]:
         except ValueError:
             raise RunError(f"{run.report} is damaged.", f"remoe eval {run.folder} --cache 6") from None
         shutil.copyfile(run.report, folder / "report.json")
-    atomic.write(folder / "README.md", card(delta, run.recipe, report))
+    atomic.write(folder / "README.md", card(delta, run.recipe, run.facts, report))
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir())}

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tiny_models
+import torch
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)  # a red run must be red again
@@ -28,6 +30,19 @@ def shared() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """(model_type, dtype) -> a checkpoint folder, made once; tests that write into it copy it first."""
+    made: dict = {}
+
+    def folder(model_type: str, dtype: torch.dtype = torch.float32) -> Path:
+        if (model_type, dtype) not in made:
+            made[model_type, dtype] = tiny_models.make(model_type, tmp_path_factory.mktemp("tiny"), dtype)
+        return made[model_type, dtype]
+
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

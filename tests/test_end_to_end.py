@@ -115,6 +115,10 @@ def test_ctrl_c_after_the_third_step_keeps_a_delta_that_applies(hub, remoe, tmp_
     run = the_run(remoe.work)
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert not list(run.rglob("*.tmp*"))
+    steps = json.loads((run / "run.json").read_text())["steps"]
+    code, _, err = finished(remoe("push", "--to", "pushed"))
+    assert code == 0, err
+    assert f"for {steps} of 2000 steps (interrupted)" in (remoe.work / "pushed/README.md").read_text()
     code, _, err = finished(remoe("apply", run, BASE, "--out", "patched"))
     assert code == 0, err
     assert (remoe.work / "patched/config.json").is_file()

@@ -25,19 +25,6 @@ PROMPT = [5, 17, 80, 3, 3, 99, 41, 64, 12, 110, 27]
 NEW = 16
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """(model_type, dtype) -> a checkpoint folder, made once."""
-    made: dict = {}
-
-    def folder(model_type: str, dtype: torch.dtype = torch.float32) -> Path:
-        if (model_type, dtype) not in made:
-            made[model_type, dtype] = make(model_type, tmp_path_factory.mktemp("tiny"), dtype)
-        return made[model_type, dtype]
-
-    return folder
-
-
 @pytest.fixture(
     params=[(family, dtype) for family in MODEL_TYPES for dtype in (torch.float32, torch.bfloat16)],
     ids=lambda p: f"{p[0]}-{p[1]}",

@@ -1,14 +1,13 @@
 """The offloaded decoder: tokens equal the resident model's, counts equal a slow replay's, bytes are the files' own."""
 
 from itertools import product
-from pathlib import Path
 from time import perf_counter, sleep
 
 import numpy as np
 import pytest
 import torch
 from slow_reference import slow_replay
-from tiny_models import EXPERTS, make, MODEL_TYPES, TOP_K, VOCABULARY
+from tiny_models import EXPERTS, MODEL_TYPES, TOP_K, VOCABULARY
 
 from remoe_cli.cache import POLICIES, replay
 from remoe_cli.errors import CacheError, DeltaError, UsageError
@@ -34,19 +33,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """(model_type, dtype) -> a checkpoint folder, made once."""
-    made: dict = {}
-
-    def folder(model_type: str, dtype: torch.dtype = torch.float32) -> Path:
-        if (model_type, dtype) not in made:
-            made[model_type, dtype] = make(model_type, tmp_path_factory.mktemp("tiny"), dtype)
-        return made[model_type, dtype]
-
-    return folder
 
 
 @pytest.fixture(params=[(family, dtype) for family in MODEL_TYPES for dtype in BOTH], ids=lambda p: f"{p[0]}-{p[1]}")

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from remoe_cli.errors import CheckpointError, FamilyError
@@ -21,9 +21,6 @@ class IoCount:
     bytes: int = 0
     calls: int = 0
     storage_bytes: int | None = None
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 class ExpertStore:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from remoe_cli.delta import Delta
 
 
-def card(delta: "Delta", recipe: Recipe, report: dict[str, Any] | None) -> str:
-    """README.md: metadata block, results with their conditions, how to use, limits."""
+def card(delta: "Delta", recipe: Recipe, facts: dict[str, Any], report: dict[str, Any] | None) -> str:
+    """README.md: metadata block, results with their conditions, how to use, limits. facts: the run's run.json."""
     header: dict[str, Any] = {
         "library_name": "remoe",
         "tags": ["remoe", "mixture-of-experts", "expert-cache", "router", delta.model_type],
@@ -55,12 +55,20 @@ The delta is refused on any other base or revision: `remoe.json` holds the sha25
 
 ## Limits
 
-- Trained on {recipe.data.source} for {recipe.train.steps} steps; gates tuned on one kind of text may help another less.
+- Trained on {recipe.data.source} for {_steps(recipe, facts)}; gates tuned on one kind of text may help another less.
 - Cache figures are for one sequence at a time, with a fresh cache for each request.
 - Times depend on the machine; bytes a token do not.
 
-Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`, all figures in `report.json`.
+Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`{", all figures in `report.json`" if report else ""}.
 """
+
+
+def _steps(recipe: Recipe, facts: dict[str, Any]) -> str:
+    """The steps that were really made."""
+    done = facts["steps"]
+    return (
+        f"{done} steps" if done == recipe.train.steps else f"{done} of {recipe.train.steps} steps ({facts['status']})"
+    )
 
 
 def results_markdown(report: dict[str, Any]) -> str:
