@@ -3,7 +3,7 @@
     python recipes/demo/make.py --out remoe_cli/demo/checkpoint --work build/demo
 
 Seeded; resumable (run it again after an interrupt: it goes on from the last saved step in --work);
-stops early when the held-out loss rises. Shape letters: B rows, T tokens, E experts, K experts a token.
+ships the step with the lowest held-out loss. Shape letters: B rows, T tokens, E experts, K experts a token.
 """
 
 import argparse

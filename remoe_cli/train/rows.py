@@ -7,7 +7,7 @@ CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
 TEXTS = ("text", "content")
-READABLE = "text, messages, conversations, prompt + completion or response, instruction + output"
+READABLE = "text, messages, conversations, prompt + completion or response, instruction + output, question + answer"
 
 # ShareGPT and its kin write other words for the three roles of a chat template.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
