@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
+
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import POLICIES
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.delta import gates_for
-from remoe_cli.environment import device_name, pick_device
+from remoe_cli.environment import check_threads, device_name, pick_device
 from remoe_cli.errors import CacheError, DataError, UsageError
 from remoe_cli.families import family_of
 from remoe_cli.hub.resolve import fetch_config, resolve
@@ -27,7 +29,10 @@ def decode(
     threads: int | None = None,
     device: str | None = None,
 ) -> dict[str, Any]:
-    """Text, counts and latency of one greedy continuation. Raises CacheError for C < K before anything is loaded."""
+    """Text, counts and latency of one greedy continuation, and with which settings it ran.
+
+    Raises RemoeError for every mistake, most of them before anything is loaded.
+    """
     live = [name for name in POLICIES if name != "belady"]
     if policy not in live:
         raise UsageError(
@@ -37,31 +42,38 @@ def decode(
         raise UsageError(f"--admission is {' or '.join(ADMISSIONS)}, not {admission!r}.", "remoe decode demo --cache 8")
     if tokens < 1:
         raise UsageError("--tokens is at least 1.", "remoe decode demo --cache 8 --tokens 32")
+    check_threads(threads)
+    where = pick_device(device)
     found = fetch_config(model)
     family_of(found.config, model)
-    top_k = int(found.config["num_experts_per_tok"])
+    top_k = found.config["num_experts_per_tok"]
     if capacity < top_k:
         raise CacheError(
             f"--cache {capacity} is too small for {model}: each token runs {top_k} experts a layer, so the decoder needs at least that.",
             f"remoe decode {model} --cache {top_k}",
         )
-    where = pick_device(device)
     checkpoint = resolve(found)
+    change = find_delta(delta) if delta is not None else None
+    if change is not None and change.is_applied(checkpoint):
+        change = None
     tokenizer = load_tokenizer(checkpoint)
-    ids = tokenizer(prompt).input_ids
-    if not ids:
-        raise DataError("the prompt holds no token.", "remoe decode MODEL --cache 8 --prompt 'Once upon a time'")
+    ids = _prompt_ids(tokenizer, prompt)
+    longest = found.config.get("max_position_embeddings")
+    if isinstance(longest, int) and len(ids) + tokens > longest:
+        raise UsageError(
+            f"{len(ids)} tokens of prompt and {tokens} new ones are more than the {longest} that {model} was made for.",
+            "the same command with fewer --tokens",
+        )
     with OffloadedDecoder(checkpoint, capacity, policy, admission=admission, device=where, threads=threads) as decoder:
-        if delta is not None:
-            change = find_delta(delta)
-            if not change.is_applied(checkpoint):
-                decoder.apply_gates(gates_for(decoder.disk_names, change))
+        if change is not None:
+            decoder.apply_gates(gates_for(decoder.disk_names, change))
         done = decoder.decode(ids, tokens)
     return {
         "text": tokenizer.decode(done.ids, skip_special_tokens=True),
         "prompt_tokens": len(ids),
         "new_tokens": len(done.ids),
-        "capacity": capacity,
+        "requested": {"capacity": capacity, "threads": threads, "device": device},
+        "capacity": decoder.capacity,
         "policy": policy,
         "admission": admission,
         "hits": done.counts.hits,
@@ -72,18 +84,34 @@ def decode(
         "mb_a_token": done.counts.decode.bytes / max(1, len(done.ids) - 1) / 1e6,
         "io": done.counts.io,
         "device": device_name(where),
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "threads": threads or torch.get_num_threads(),
         **latency_ms([done.latency.ttft_s], [done.latency.itl_s]),
     }
 
 
+def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise DataError("the prompt is not UTF-8 text.", "the same command with another --prompt") from None
+    ids = tokenizer(prompt).input_ids
+    if not ids:
+        raise DataError("the prompt holds no token.", "remoe decode MODEL --cache 8 --prompt 'Once upon a time'")
+    return ids
+
+
 def summary(done: dict[str, Any]) -> str:
     tpot = done["tpot_ms"]["mean"] if done["tpot_ms"] else None
+    asked = done["requested"]["capacity"]
+    slots = f"C = {done['capacity']}" + (f" (all there are; {asked} asked for)" if asked != done["capacity"] else "")
     return "\n".join(
         [
             done["text"],
             "",
-            f"C = {done['capacity']}, {done['policy']}, {done['admission']}: hit {done['hit_ratio']:.3f}, {done['misses']:,} loads, "
+            f"{slots}, {done['policy']}, {done['admission']}: hit {done['hit_ratio']:.3f}, {done['misses']:,} loads, "
             f"{done['mb_a_token']:.3f} MB a token (io {done['io']})",
-            f"ttft {done['ttft_ms']['mean']:.1f} ms, tpot {'n/a' if tpot is None else f'{tpot:.2f} ms'} on {done['device']}",
+            f"ttft {done['ttft_ms']['mean']:.1f} ms, tpot {'n/a' if tpot is None else f'{tpot:.2f} ms'} "
+            f"on {done['device']}, {done['dtype']}, {done['threads']} threads",
         ]
     )

@@ -25,11 +25,21 @@ def pick_device(wanted: str | None) -> str:
 
     if wanted is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted != "cpu" and not wanted.startswith("cuda"):
+    kind, colon, index = wanted.partition(":")
+    if kind not in ("cpu", "cuda") or (colon and not index.isdecimal()):
         raise UsageError(f"--device is cpu, cuda or cuda:N, not {wanted!r}.", "the same command with --device cpu")
-    if wanted.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError("torch sees no CUDA device here.", "the same command with --device cpu")
+    if kind == "cuda" and int(index or 0) >= (there := torch.cuda.device_count()):
+        raise UsageError(f"torch sees {there} CUDA devices here, no {wanted}.", "the same command with --device cpu")
     return wanted
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises UsageError for a number of compute threads that this machine has no cores for."""
+    cores = os.cpu_count() or 1
+    if threads is not None and not 1 <= threads <= cores:
+        raise UsageError(
+            f"--threads is 1 to {cores}, this machine's cores, not {threads}.", "the same command with --threads 1"
+        )
 
 
 def device_name(device: str) -> str:

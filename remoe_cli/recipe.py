@@ -4,6 +4,10 @@ Defaults live here once; a recipe file may leave keys out, and may start from an
 """
 
 import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ import yaml
 from remoe_cli.errors import RecipeError
 
 CONTROLS = ("ce-only", "no-trust", "no-reuse", "no-consistency")
+_NAME = re.compile(r"[^\W_][\w.-]{0,59}")  # it becomes part of folder names
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Train:
-    """One optimiser step sees micro_batch * accumulation rows of `sequence` tokens. lr_warmup: fraction of the run."""
+    """One optimiser step sees micro_batch * accumulation rows of `sequence` tokens. lr_warmup: fraction of the run.
+    save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step."""
 
     steps: int = 2000
     sequence: int = 2048
@@ -52,16 +58,24 @@ class Train:
     checkpointing: bool = False
     dtype: str = "auto"
     seed: int = 0
+    save_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
 class Data:
-    """source: "demo", a .jsonl or .txt file, or a Hub dataset id. format: how a conversation becomes text."""
+    """source: "demo", a file or folder, or a Hub dataset id. format: how a conversation becomes text. labels: which
+    tokens cross entropy counts. streaming: read a Hub dataset row by row, without downloading it whole. own_*: of the
+    texts that the base writes itself for the source "self:SOURCE"."""
 
     source: str = "teknium/OpenHermes-2.5"
     format: str = "prefix"
+    labels: str = "all"
+    streaming: bool = False
     train_samples: int = 100_000
     heldout_samples: int = 1_000
+    own_samples: int = 1_000
+    own_prompt_tokens: int = 32
+    own_tokens: int = 224
 
 
 @dataclass(frozen=True)
@@ -94,74 +108,95 @@ def folder() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parent.parent / "recipes"
 
 
-def names(family: str) -> list[str]:
-    """Names that `load` accepts for this family."""
-    found = {path.stem for pattern in ("*.yaml", f"{family}/*.yaml") for path in folder().glob(pattern)}
-    return sorted(found)
+def shipped(family: str) -> dict[str, Path]:
+    """Recipes that `load` knows for this family, by name; one of the family's own stands before a common one."""
+    return {path.stem: path for pattern in ("*.yaml", f"{family}/*.yaml") for path in sorted(folder().glob(pattern))}
 
 
-def load(name: str, family: str, overrides: list[str] | None = None) -> Recipe:
+def purpose(path: Path) -> str:
+    """What a recipe is for: the comment in its first line."""
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def load(name: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe NAME for `family` ("deepseek_v2", ..., "demo"), or a YAML file, then each `section.key=value`.
 
-    Raises RecipeError for an unknown recipe, an unknown key or a value of the wrong kind.
+    Raises RecipeError for an unknown recipe, an unknown key or a value of the wrong kind or range.
     """
-    recipe = _from_file(_find(name, family), family)
-    for override in overrides or []:
-        key, equals, value = override.partition("=")
+    return override(_from_file(_find(name, family), family), overrides)
+
+
+def override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with each `section.key=value` set. Raises RecipeError as `load`."""
+    for setting in overrides:
+        key, equals, value = setting.partition("=")
         if not equals:
-            raise RecipeError(f"--set takes key=value, not {override!r}.", "remoe finetune MODEL --set train.lr=1e-4")
-        recipe = _set(recipe, key.strip(), yaml.safe_load(value))
+            raise RecipeError(
+                f"--set takes key=value, not {_shown(setting)}.", "remoe finetune MODEL --set train.lr=1e-4"
+            )
+        recipe = _set(recipe, key.strip(), _parsed(value, f"the value of {key.strip()}", "remoe recipes"))
     return _checked(recipe)
 
 
 def read(path: Path) -> Recipe:
     """A recipe that a run wrote (no `extends`)."""
-    return _from_file(path, "")
+    return _checked(_from_file(path, ""))
 
 
 def _find(name: str, family: str) -> Path:
-    as_file = Path(name)
-    if as_file.suffix in (".yaml", ".yml"):
-        if not as_file.is_file():
-            raise RecipeError(f"no recipe file {name}.", "remoe recipes")
-        return as_file
-    for path in (folder() / family / f"{name}.yaml", folder() / f"{name}.yaml"):
-        if path.is_file():
-            return path
-    allowed = names(family)
-    raise RecipeError(f"no recipe {name!r} for {family}{_nearest(name, allowed)}", "remoe recipes")
+    if name.endswith((".yaml", ".yml")):
+        if not os.path.isfile(name):
+            raise RecipeError(f"no recipe file {_shown(name)}.", "remoe recipes")
+        return Path(name)
+    known = shipped(family)
+    if name not in known:
+        raise RecipeError(f"no recipe {_shown(name)} for {family}{_nearest(name, list(known))}", "remoe recipes")
+    return known[name]
 
 
-def _from_file(path: Path, family: str) -> Recipe:
+def _from_file(path: Path, family: str, children: tuple[Path, ...] = ()) -> Recipe:
+    if path in children:
+        raise RecipeError(f"the recipe {path} extends itself.", f"cat {path}")
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"the recipe {path} cannot be read ({error.strerror}).", "remoe recipes") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid YAML ({str(error).splitlines()[0]}).", f"cat {path}") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"the recipe {path} is not UTF-8 text.", "remoe recipes") from None
+    values = _parsed(text, str(path), f"cat {path}")
     if not isinstance(values, dict):
         raise RecipeError(f"{path} does not hold `section: {{key: value}}` pairs.", "remoe recipes")
     parent = values.pop("extends", None)
-    recipe = _from_file(_find(str(parent), family), family) if parent else Recipe()
-    recipe = replace(recipe, name=str(values.pop("name", path.stem)))
+    recipe = _from_file(_find(str(parent), family), family, (*children, path)) if parent else Recipe()
+    recipe = _set(recipe, "name", values.pop("name", path.stem))
     for section, entries in values.items():
         if isinstance(entries, dict):
             for key, value in entries.items():
                 recipe = _set(recipe, f"{section}.{key}", value)
-        else:
+        elif entries or section not in asdict(recipe):  # a section may be empty
             recipe = _set(recipe, section, entries)
-    return _checked(recipe)
+    return recipe
+
+
+def _parsed(text: str, what: str, hint: str) -> Any:
+    """YAML whose scalars all stay text: the default that a value replaces says its kind (so 5e-5 is a number)."""
+    try:
+        found = yaml.load(text, Loader=yaml.BaseLoader)
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise RecipeError(f"{what} is not valid YAML ({reason}).", hint) from None
+    return "" if found is None else found
 
 
 def _set(recipe: Recipe, key: str, value: Any) -> Recipe:
     allowed = key_names()
     if key not in allowed:
-        raise RecipeError(f"unknown recipe key {key!r}{_nearest(key, list(allowed))}", "remoe recipes")
+        raise RecipeError(f"unknown recipe key {_shown(key)}{_nearest(key, allowed)}", "remoe recipes")
     section, _, leaf = key.rpartition(".")
-    if not section:
-        return replace(recipe, name=str(value))
-    part = getattr(recipe, section)
-    return replace(recipe, **{section: replace(part, **{leaf: _coerced(key, value, getattr(part, leaf))})})
+    value = _coerced(key, value, value_of(recipe, key))
+    if section:
+        leaf, value = section, replace(getattr(recipe, section), **{leaf: value})
+    return replace(recipe, **{leaf: value})
 
 
 def key_names() -> list[str]:
@@ -171,52 +206,86 @@ def key_names() -> list[str]:
     return ["name", *(f"{section}.{f.name}" for section in sections for f in fields(getattr(recipe, section)))]
 
 
+def value_of(recipe: Recipe, key: str) -> Any:
+    """The value of one of `key_names`."""
+    for part in key.split("."):
+        recipe = getattr(recipe, part)
+    return recipe
+
+
 def _coerced(key: str, value: Any, like: Any) -> Any:
-    """The value in the kind of the default it replaces (YAML reads 5e-5 as text)."""
+    """Text, or a list of texts, in the kind of the default that it replaces."""
     try:
-        if isinstance(like, bool):
-            if not isinstance(value, bool):
-                raise ValueError
-            return value
-        if isinstance(like, tuple):
-            return tuple(type(like[0])(item) for item in value)
-        if isinstance(like, int) and float(value) != int(float(value)):
+        if not isinstance(like, tuple):
+            return _scalar(value, type(like))
+        if not isinstance(value, list):
             raise ValueError
-        return int(float(value)) if isinstance(like, int) else type(like)(value)
-    except (TypeError, ValueError):
-        kind = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(type(like), "a list")
-        raise RecipeError(f"recipe key {key} takes {kind}, not {value!r}.", "remoe recipes") from None
+        return tuple(_scalar(item, type(like[0])) for item in value)
+    except ValueError:
+        one = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+        kind = one.get(type(like)) or f"a list such as {list(like)}"
+        raise RecipeError(f"recipe key {key} takes {kind}, not {_shown(value)}.", "remoe recipes") from None
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    """Raises ValueError for what is not text of that kind; a number is finite, a whole one exact in a float."""
+    if not isinstance(value, str) or (kind is bool and value.lower() not in ("true", "false")):
+        raise ValueError
+    if kind is bool:
+        return value.lower() == "true"
+    if kind is str:
+        return value
+    number = float(value)
+    if not math.isfinite(number) or (kind is int and not (number.is_integer() and abs(number) < 2**53)):
+        raise ValueError
+    return kind(number)
+
+
+def _one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(words)}", words.__contains__
+
+
+# (what is allowed, whether a value is, the keys that it holds for)
+_RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
+    ("at least 1", lambda n: n >= 1, (
+        "train.steps", "data.train_samples", "data.heldout_samples", "data.own_samples",
+        "data.own_prompt_tokens", "data.own_tokens", "objective.window_tokens", "evaluate.rows",
+        "evaluate.requests", "evaluate.prompt_tokens", "evaluate.new_tokens", "evaluate.measured",
+    )),
+    ("between 2 and 1048576", lambda n: 2 <= n <= 2**20, ("train.sequence",)),
+    ("between 1 and 65536", lambda n: 1 <= n <= 2**16, ("train.micro_batch", "train.accumulation")),
+    ("between 0 and 4294967295", lambda n: 0 <= n < 2**32, ("train.seed",)),
+    ("above 0", lambda x: x > 0, ("train.clip",)),
+    ("above 0 and at most 1", lambda x: 0 < x <= 1, ("train.lr",)),
+    ("between 0 and 1", lambda x: 0 <= x <= 1, (
+        "train.lr_warmup", "train.weight_decay", "objective.reuse_warmup", "objective.consistency_warmup",
+    )),
+    ("at least 0", lambda x: x >= 0, (
+        "objective.trust", "objective.reuse", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
+        "train.save_seconds",
+    )),
+    ("two numbers from 0 to below 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), ("train.betas",)),
+    ("at least one number, each at least 1", lambda lags: bool(lags) and min(lags) >= 1, ("objective.lags",)),
+    ("1 to 60 letters, digits or . _ - (first a letter or digit)", lambda s: bool(_NAME.fullmatch(s)), ("name",)),
+    (*_one_of("remoe"), ("objective.name",)),
+    (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
+    (*_one_of("prefix", "chat", "raw"), ("data.format",)),
+    (*_one_of("all", "answers"), ("data.labels",)),
+)  # fmt: skip
 
 
 def _checked(recipe: Recipe) -> Recipe:
-    positive = {
-        "train.steps": recipe.train.steps, "train.sequence": recipe.train.sequence - 1,
-        "train.micro_batch": recipe.train.micro_batch, "train.accumulation": recipe.train.accumulation,
-        "train.lr": recipe.train.lr, "train.clip": recipe.train.clip, "evaluate.rows": recipe.evaluate.rows,
-        "evaluate.requests": recipe.evaluate.requests, "evaluate.new_tokens": recipe.evaluate.new_tokens,
-        "evaluate.prompt_tokens": recipe.evaluate.prompt_tokens, "objective.window_tokens": recipe.objective.window_tokens,
-        "evaluate.measured": recipe.evaluate.measured, "data.heldout_samples": recipe.data.heldout_samples,
-    }  # fmt: skip
-    for key, value in positive.items():
-        if not value > 0:
-            raise RecipeError(f"recipe key {key} is too small.", "remoe recipes")
-    for key, chosen, allowed in (
-        ("data.format", recipe.data.format, ("prefix", "chat", "raw")),
-        ("train.dtype", recipe.train.dtype, ("auto", "float32", "bfloat16")),
-        ("objective.name", recipe.objective.name, ("remoe",)),
-    ):
-        if chosen not in allowed:
-            raise RecipeError(f"recipe key {key} is one of {', '.join(allowed)}, not {chosen!r}.", "remoe recipes")
-    for key, value in (
-        ("train.lr", recipe.train.lr), ("train.lr_warmup", recipe.train.lr_warmup),
-        ("objective.reuse_warmup", recipe.objective.reuse_warmup),
-        ("objective.consistency_warmup", recipe.objective.consistency_warmup),
-    ):  # fmt: skip
-        if not 0 <= value <= 1:
-            raise RecipeError(f"recipe key {key} lies between 0 and 1, not {value}.", "remoe recipes")
-    if any(lag < 1 for lag in recipe.objective.lags) or not recipe.objective.lags:
-        raise RecipeError("recipe key objective.lags holds whole numbers of at least 1.", "remoe recipes")
+    for allowed, holds, keys in _RULES:
+        for key in keys:
+            if not holds(value := value_of(recipe, key)):
+                shown = list(value) if isinstance(value, tuple) else value
+                raise RecipeError(f"recipe key {key} is {allowed}, not {_shown(shown)}.", "remoe recipes")
     return recipe
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _nearest(word: str, allowed: list[str]) -> str:

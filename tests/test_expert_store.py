@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import EXPERTS, make, MODEL_TYPES
+from tiny_models import EXPERTS, FIRST_DENSE, make, MODEL_TYPES
 
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families import find_gates
@@ -51,8 +51,8 @@ def test_the_models_parameters_are_the_stock_ones(checkpoint):
     for name, tensor in tensors.items():
         assert tensor.dtype == stock_tensors[name].dtype and torch.equal(tensor, stock_tensors[name]), name
     assert not model.training
+    assert [layer.layer for layer in layers] == ([1, 2] if checkpoint.model_type in FIRST_DENSE else [0, 1, 2])
     if checkpoint.model_type == "deepseek_v2":
-        assert [layer.layer for layer in layers] == [1, 2]
         assert model.model.layers[1].mlp.gate.weight.dtype == torch.float32
 
 

@@ -1,8 +1,10 @@
-"""Recipes: shipped ones load, unknown keys are named, what a run writes reads back the same."""
+"""Recipes: shipped ones load, unknown keys are named, what a run writes reads back the same, bad values are one line."""
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from remoe_cli import recipe
 from remoe_cli.errors import RecipeError
@@ -24,54 +26,143 @@ def test_every_shipped_recipe_loads(family, name):
 
 def test_the_papers_settings():
     found = recipe.load("remoe", "deepseek_v2")
-    assert found == recipe.Recipe(), "the code's defaults and the family's file must not drift apart"
+    assert found == recipe.Recipe(), "the code's defaults and the shipped file must not drift apart"
     o, t = found.objective, found.train
     assert (o.trust, o.reuse, o.smooth, o.lag, o.window, o.lags) == (0.45, 0.2, 0.05, 0.05, 0.01, (1, 2, 4, 8, 16))
     assert (t.steps, t.sequence, t.micro_batch, t.accumulation, t.lr, t.clip) == (2000, 2048, 1, 8, 5e-5, 1.0)
     assert (t.lr_warmup * t.steps, o.reuse_warmup * t.steps, o.consistency_warmup * t.steps) == (200, 400, 800)
 
 
-def test_family_recipes_comment_every_key():
-    for family in ("demo", *FAMILIES):
-        lines = (recipe.folder() / family / "remoe.yaml").read_text().splitlines()
-        for key in recipe.key_names():
-            leaf = key.rpartition(".")[2]
-            found = [line for line in lines if line.strip().startswith(f"{leaf}:")]
-            assert found and all("#" in line for line in found), f"{family} does not comment {key}"
+@pytest.mark.parametrize("family", ["demo", "any other"])
+def test_the_remoe_recipes_comment_every_key(family):
+    lines = recipe.shipped(family)["remoe"].read_text().splitlines()
+    for key in recipe.key_names():
+        leaf = key.rpartition(".")[2]
+        found = [line for line in lines if line.strip().startswith(f"{leaf}:")]
+        assert found and all("#" in line for line in found), f"{family} does not comment {key}"
+
+
+@pytest.mark.parametrize("family", ["demo", *FAMILIES])
+def test_every_shipped_recipe_says_what_it_is_for(family):
+    found = recipe.shipped(family)
+    assert set(found) >= {"remoe", *recipe.CONTROLS}
+    purposes = {recipe.purpose(path) for path in found.values()}
+    assert len(purposes) == len(found) and all(len(purpose) > 20 for purpose in purposes)
 
 
 def test_overrides_and_round_trip(tmp_path):
     found = recipe.load("ce-only", "demo", ["train.lr=5e-5", "objective.lags=[1, 3]", "train.checkpointing=true"])
     assert found.train.lr == 5e-5 and found.objective.lags == (1, 3) and found.train.checkpointing is True
+    assert recipe.load("remoe", "demo", ["data.source=2024-01-01"]).data.source == "2024-01-01"
     path = tmp_path / "recipe.yaml"
     path.write_text(found.to_yaml())
     assert recipe.read(path) == found
 
 
+@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]), min_size=1))
+def test_any_text_survives_the_round_trip(tmp_path_factory, source):
+    written = recipe.Recipe(data=recipe.Data(source=source))
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(written.to_yaml(), encoding="utf-8")
+    assert recipe.read(path) == written
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.stpes=3", "train.steps"), ("steps=3", "train.steps"), ("train.steps=three", "whole number"), ("train.steps=0", "too small"),
-        ("train.steps=1.5", "whole number"), ("train.lr=7", "between 0 and 1"), ("train.lr=-1", "too small"), ("train.dtype=int8", "float32"),
-        ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("train.checkpointing=3", "true or false"), ("plain", "key=value"),
-        ("data.format=xml", "prefix"), ("objective.lags=3", "list"), ("train.lr=nan", "too small"),
+        ("train.stpes=3", "train.steps"), ("steps=3", "train.steps"), ("plain", "key=value"), ("=", "unknown recipe key"),
+        ("train.steps=three", "whole number"), ("train.steps=1.5", "whole number"), ("train.steps=.inf", "whole number"),
+        ("train.steps=inf", "whole number"), ("train.steps=.nan", "whole number"), ("train.steps=nan", "whole number"),
+        ("train.steps=true", "whole number"), ("train.steps=", "whole number"), ("train.steps=1e300", "whole number"),
+        ("train.steps=" + "9" * 5000, "whole number"), ("train.steps={a: 1}", "whole number"), ("train.steps=0", "at least 1"),
+        ("train.sequence=1", "between 2 and 1048576"), ("train.sequence=1e9", "between 2 and"), ("train.micro_batch=1e9", "65536"),
+        ("train.accumulation=0", "between 1 and 65536"), ("train.lr=7", "at most 1"), ("train.lr=-1", "above 0"),
+        ("train.lr=nan", "a number"), ("train.lr=[1", "not valid YAML"), ("train.lr=[1]", "a number"), ("train.lr=1e999", "a number"),
+        ("train.clip=0", "above 0"), ("train.betas=0.9", "a list"), ("train.betas=[0.9]", "two numbers"), ("train.betas=[0.9, 1]", "two numbers"),
+        ("train.betas=[a, b]", "a list"), ("train.betas={a: 1}", "a list"), ("train.weight_decay=-1", "between 0 and 1"),
+        ("train.weight_decay=.inf", "a number"), ("train.seed=-1", "4294967295"), ("train.seed=1.5", "whole number"), ("train.seed=1e18", "whole"),
+        ("train.dtype=int8", "float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
+        ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
+        ("objective.lags=12", "a list"), ("objective.lags=[1.5]", "a list"), ("objective.lags=[[1]]", "a list"), ("objective.lags=[.inf]", "a list"),
+        ("objective.trust=-1", "at least 0"), ("objective.reuse_warmup=2", "between 0 and 1"), ("data.format=xml", "prefix"), ("data.source=[a]", "text"),
+        ("name=../../esc", "letters"), ("name=", "letters"), ("name=" + "x" * 61, "letters"), ("name=[red]", "text"), ("name=a/b", "letters"),
+        ("train.lr=\x00", "not valid YAML"), ('data.source="\\UFFFFFFFF"', "not valid YAML"), ("train.lr=" + "[" * 3000, "not valid YAML"),
     ],
+    ids=lambda text: text[:30].encode("unicode_escape").decode(),
 )  # fmt: skip
 def test_bad_overrides_are_named(override, words):
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(RecipeError, match=words) as caught:
         recipe.load("remoe", "demo", [override])
+    assert len(str(caught.value)) < 1500 and "\n" not in str(caught.value)
+
+
+YAMLISH = st.one_of(
+    st.text(),
+    st.text("[]{}:,&*!|>'\"%@`-?#= \n.0123456789einfa~_", max_size=30),
+    st.from_regex(
+        r"(!!(int|float|bool|timestamp|binary|set|omap|python/name) )?[-+]?[0-9._:xobe-]{1,12}", fullmatch=True
+    ),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+
+
+@given(st.sampled_from(recipe.key_names()) | st.text(max_size=20), YAMLISH)
+def test_any_override_gives_a_recipe_or_one_line(key, value):
+    try:
+        found = recipe.load("remoe", "demo", [f"{key}={value}"])
+    except RecipeError:
+        return
+    assert isinstance(found, recipe.Recipe)
+
+
+@given(YAMLISH)
+def test_any_file_gives_a_recipe_or_one_line(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        recipe.load(str(path), "demo")
+    except RecipeError as error:
+        assert "\n" not in str(error)
 
 
 def test_bad_files(tmp_path):
+    mine = tmp_path / "mine.yaml"
     for text, words in (
         ("objective: {trsut: 1}", "objective.trust"),
         ("- a list", "section"),
         ("a: [", "not valid YAML"),
+        ("1: 2", "unknown recipe key '1'"),
+        ("[1]: 2", "not valid YAML"),
+        ("train: {[1]: 2}", "not valid YAML"),
+        ("train: {null: 2}", "train.null"),
+        ("train: 3", "unknown recipe key 'train'"),
+        ("trian:", "unknown recipe key 'trian'"),
+        ("name: ../../esc", "letters"),
         ("extends: nothing-like-it", "no recipe"),
+        ("extends: [a]", "no recipe"),
+        (f"extends: {mine}", "extends itself"),
     ):
-        path = tmp_path / "mine.yaml"
-        path.write_text(text)
+        mine.write_text(text)
         with pytest.raises(RecipeError, match=words):
-            recipe.load(str(path), "demo")
-    with pytest.raises(RecipeError, match="no recipe file"):
-        recipe.load(str(Path(tmp_path / "absent.yaml")), "demo")
+            recipe.load(str(mine), "demo")
+    (tmp_path / "other.yaml").write_text(f"extends: {mine}")
+    mine.write_text(f"extends: {tmp_path / 'other.yaml'}")
+    with pytest.raises(RecipeError, match="extends itself"):
+        recipe.load(str(mine), "demo")
+    mine.write_bytes(b"name: \xff")
+    with pytest.raises(RecipeError, match="UTF-8"):
+        recipe.load(str(mine), "demo")
+    for name in (str(Path(tmp_path / "absent.yaml")), str(tmp_path) + "/.yaml", "a" * 5000 + ".yaml", "\x00.yaml"):
+        with pytest.raises(RecipeError, match="no recipe file"):
+            recipe.load(name, "demo")
+    for name in ("a" * 5000, "../demo/remoe", "\x00", ""):
+        with pytest.raises(RecipeError, match="no recipe"):
+            recipe.load(name, "demo")
+
+
+def test_a_file_holds_what_differs_and_a_section_may_be_empty(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: ce-only\nobjective:\ntrain: {steps: 1e3, lr: 5e-5}\n")
+    found = recipe.load(str(path), "demo")
+    assert found.name == "mine" and found.train.steps == 1000 and found.train.lr == 5e-5 and found.objective.trust == 0

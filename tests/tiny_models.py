@@ -1,6 +1,6 @@
 """Tiny random checkpoints with the real on-disk layouts of each family, in several shards.
 
-Three layers (deepseek_v2: the first one dense), hidden 32, 8 routed experts, top-2, vocabulary 128. The weights are
+Three layers (some families: the first one dense), hidden 32, 8 routed experts, top-2, vocabulary 128. The weights are
 random and wide enough that routing and greedy tokens vary; they mean nothing.
 """
 
@@ -11,7 +11,8 @@ import torch
 
 HIDDEN, EXPERTS, TOP_K, LAYERS, VOCABULARY = 32, 8, 2, 3, 128
 SHARDS = 4
-MODEL_TYPES = ("deepseek_v2", "qwen3_moe", "mixtral", "gpt_oss")
+MODEL_TYPES = ("deepseek_v2", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe")
+FIRST_DENSE = ("deepseek_v2", "qwen2_moe")  # their first layer has no gate
 
 _COMMON = {
     "hidden_size": HIDDEN,
@@ -52,6 +53,21 @@ _SETTINGS = {
         "intermediate_size": 24,
         "num_local_experts": EXPERTS,
         "sliding_window": 8,
+    },
+    "olmoe": {
+        "num_key_value_heads": 4,
+        "intermediate_size": 24,
+        "num_experts": EXPERTS,
+        "norm_topk_prob": False,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": EXPERTS,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
     },
 }
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from remoe_cli.errors import FamilyError
 
@@ -57,7 +57,8 @@ def find_gates(model: "nn.Module") -> list[Gate]:
     """
     from remoe_cli.families import FAMILIES
 
-    model_type = str(model.config.model_type)  # type: ignore[union-attr]
+    config: Any = model.config
+    model_type = str(config.model_type)
     family = FAMILIES[model_type]
     modules = dict(model.named_modules())
     by_class = {
@@ -66,7 +67,7 @@ def find_gates(model: "nn.Module") -> list[Gate]:
         if _ROUTER_CLASS.search(type(m).__name__) and "Vision" not in type(m).__name__
     }
     by_table = {name for name in modules if name.endswith("." + family.router) and _LAYER.search(name)}
-    by_table = {name for name in by_table if _is_gate(modules, name, family)}
+    by_table = {name for name in by_table if _is_gate(modules, name, family, config.hidden_size)}
     if by_class != by_table:
         raise FamilyError(
             f"{model_type}: router classes and the gate names of remoe's table disagree on "
@@ -86,8 +87,7 @@ def find_gates(model: "nn.Module") -> list[Gate]:
     return sorted(gates, key=lambda gate: gate.layer)
 
 
-def _is_gate(modules: dict, name: str, family: Family) -> bool:
-    router = modules[name]
+def _is_gate(modules: dict, name: str, family: Family, hidden_size: int) -> bool:
     experts = modules.get(name.removesuffix(family.router) + family.experts)
-    weight = getattr(router, "weight", None)
-    return experts is not None and weight is not None and weight.ndim == 2 and weight.shape[0] == experts.num_experts
+    weight = getattr(modules[name], "weight", None)
+    return experts is not None and weight is not None and tuple(weight.shape) == (experts.num_experts, hidden_size)

@@ -34,14 +34,10 @@ def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "P
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointError(f"{checkpoint.id} cannot be loaded: {reason}", "pip install -U transformers") from error
+    with _loading(checkpoint):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
+        )
     require_no_missing(checkpoint, info["missing_keys"])
     return model.to(device).eval()
 
@@ -60,6 +56,18 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _loading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Quiet, and one line for what transformers raises: for a config.json it cannot use, that is any kind of error."""
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        hint = f"cat {checkpoint.folder}/config.json, or pip install -U transformers"
+        raise CheckpointError(f"{checkpoint.id} cannot be loaded ({reason}).", hint) from error
 
 
 def kept_cache(out) -> dict:
@@ -147,18 +155,15 @@ def load_without_experts(
         if memory in dense_names:
             _require_readable(checkpoint, checkpoint.tensors[disk].dtype)
             dense[disk] = _Stored(checkpoint.tensors[disk])
-    with quiet():
+    with _loading(checkpoint):
         plan = LoadStateDictConfig(
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
             weight_mapping=rules,
             device_map={"": torch.device(device)},
         )
-        try:
-            info, _ = type(model)._load_pretrained_model(model, dense, None, plan)
-            info = type(model)._finalize_model_loading(model, plan, info)
-        except (OSError, RuntimeError) as error:
-            raise _unloadable(checkpoint, error) from error
+        info, _ = type(model)._load_pretrained_model(model, dense, None, plan)
+        info = type(model)._finalize_model_loading(model, plan, info)
     require_no_missing(checkpoint, info.missing_keys)
     return model.eval(), layers
 
@@ -169,21 +174,13 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel"
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils.generic import ContextManagers
 
-    try:
-        with quiet():
-            config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
-            config.dtype = dtype
-            config._experts_implementation = "eager"
-            cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            with ContextManagers(cls.get_init_context(dtype, False, False, False)):
-                return cls(config)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unloadable(checkpoint, error) from error
-
-
-def _unloadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
-    reason = str(error).splitlines()[0]
-    return CheckpointError(f"{checkpoint.id} cannot be loaded: {reason}", f"cat {checkpoint.folder}/config.json")
+    with _loading(checkpoint):
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
+        config.dtype = dtype
+        config._experts_implementation = "eager"
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        with ContextManagers(cls.get_init_context(dtype, False, False, False)):
+            return cls(config)
 
 
 def _merges(

@@ -3,12 +3,15 @@
 Shape letters: N tokens (B*T flattened, padding included), D hidden size, E routed experts, K experts a token.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
 
-import torch
+from typing import NamedTuple, TYPE_CHECKING
 
 from remoe_cli.errors import FamilyError
 from remoe_cli.families.base import Gate
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Routed(NamedTuple):
@@ -33,7 +36,7 @@ class RouterTap:
         self._open = False
         self._handles: list = []
 
-    def __enter__(self) -> "RouterTap":
+    def __enter__(self) -> RouterTap:
         for gate in self._gates:
             hook = self._hook(gate.layer)
             self._handles.append(gate.router.register_forward_hook(hook))

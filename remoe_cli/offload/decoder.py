@@ -72,7 +72,7 @@ class OffloadedDecoder:
     ) -> None:
         family_of(checkpoint.config, checkpoint.id)
         self.checkpoint = checkpoint
-        self.top_k = int(checkpoint.config.get("num_experts_per_tok") or 1)
+        self.top_k = checkpoint.config["num_experts_per_tok"]
         self.device = torch.device(device)
         self.dtype = dtype or compute_dtype(checkpoint, device)
         self.threads = threads
@@ -117,11 +117,11 @@ class OffloadedDecoder:
         """
         for name, tensor in gates.items():
             if name not in self._base:
-                raise DeltaError(f"{name} is not a gate of {self.checkpoint.id}.", f"remoe eval {self.checkpoint.id}")
+                raise DeltaError(f"{name} is not a gate of {self.checkpoint.id}.", "a delta of this model: remoe runs")
             if tensor.shape != self._base[name].shape:
                 raise DeltaError(
                     f"{name} is {list(tensor.shape)}, but {list(self._base[name].shape)} in {self.checkpoint.id}.",
-                    f"remoe eval {self.checkpoint.id}",
+                    "a delta of this model: remoe runs",
                 )
         with torch.no_grad():
             for name, parameter in self._gates.items():
