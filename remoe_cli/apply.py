@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from remoe_cli.delta import Delta, gates_for, is_delta, patched_copy, put
+from remoe_cli import atomic
+from remoe_cli import run as runs
+from remoe_cli.delta import BESIDE, Delta, FACTS, GATES, gates_for, is_delta, patched_copy, put
 from remoe_cli.errors import DeltaError
 from remoe_cli.hub.resolve import fetch_repository, resolve
 
@@ -12,20 +14,27 @@ if TYPE_CHECKING:
 
 
 def find_delta(name: str) -> Delta:
-    """A delta folder, a run folder (its delta/), or a Hub id[@revision]. Raises DeltaError or HubError."""
-    folder = Path(name)
-    if folder.exists():
-        for candidate in (folder, folder / "delta"):
-            if is_delta(candidate):
-                return Delta.load(candidate)
-        raise DeltaError(
-            f"{name} is not a delta: it must hold gates.safetensors and remoe.json.", "remoe finetune demo"
-        )
-    return Delta.load(fetch_repository(name)[0])
+    """A delta folder, a run folder or a run's name under runs/ (its delta/), or a Hub id[@revision].
+
+    Raises DeltaError or HubError.
+    """
+    folder = Path(name).expanduser()
+    for candidate in (folder, folder / "delta", runs.ROOT / name / "delta"):
+        if is_delta(candidate):
+            return Delta.load(candidate)
+    if folder.exists() or (runs.ROOT / name).is_dir():
+        raise DeltaError(f"{name} is not a delta: it must hold {GATES} and {FACTS}.", "remoe finetune demo")
+    return Delta.load(fetch_delta(name)[0])
+
+
+def fetch_delta(name: str) -> tuple[Path, str]:
+    """The folder of a delta from the Hub, in the cache, and its commit. name: "org/name[@revision]". Raises HubError."""
+    return fetch_repository(name, (FACTS, GATES), BESIDE)
 
 
 def apply(delta: str, base: str, out: Path) -> Path:
     """Writes a full copy of `base` to `out` in which only the gates' bytes differ, and returns it."""
+    atomic.require_free(out)  # before a long download, not after it
     found = find_delta(delta)
     return patched_copy(found, resolve(base), out)
 

@@ -37,16 +37,29 @@ def make_folder(path: Path) -> Path:
     return path
 
 
+def check_writable(path: Path) -> None:
+    """Raises RunError when `path` could not be made; makes nothing."""
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise unwritable(path, None)
+
+
+def require_free(path: Path) -> None:
+    """Raises RunError when `path` holds something already, or could not be made."""
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise RunError(
+            f"{path} exists and is not an empty folder; nothing was written.", "the same command with another folder"
+        )
+    check_writable(path)
+
+
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A scratch folder beside `path` that becomes `path` if the block succeeds, and vanishes if it does not.
 
     Raises RunError when `path` holds something already or cannot be written.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise RunError(
-            f"{path} exists and is not an empty folder; nothing was written.", "the same command with another folder"
-        )
+    require_free(path)
     make_folder(path.parent)
     try:
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))

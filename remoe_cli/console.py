@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -17,14 +26,19 @@ def note(text: str) -> None:
 
 
 class Bar:
-    """Progress of one job. On a terminal a live bar; in a log a line at most every `every` seconds."""
+    """Progress of one job. On a terminal a live bar; in a log a line at most every `every` seconds.
 
-    def __init__(self, title: str, total: int, every: float = 5.0) -> None:
-        self._title, self._total, self._every = title, total, every
+    in_bytes: the units are bytes, so a rate is shown too.
+    """
+
+    def __init__(self, title: str, total: int, every: float = 5.0, in_bytes: bool = False) -> None:
+        self._title, self._total, self._every, self._in_bytes = title, total, every, in_bytes
         self._begin = self._said = time.monotonic()
+        self._shown = 0
         self._live = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}"), console=_stderr,
+            TextColumn("{task.description}", markup=False), BarColumn(),
+            *([DownloadColumn(), TransferSpeedColumn()] if in_bytes else [MofNCompleteColumn()]), TimeElapsedColumn(),
+            TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}", markup=False), console=_stderr,
         ) if _stderr.is_terminal else None  # fmt: skip
         self._task = self._live.add_task(title, total=total, detail="") if self._live else None
 
@@ -34,15 +48,19 @@ class Bar:
             self._live.update(self._task, completed=done, detail=detail)
             return
         now = time.monotonic()
-        if done in (1, self._total) or now - self._said >= self._every:
-            self._said = now
+        if (done in (1, self._total) and done != self._shown) or now - self._said >= self._every:
+            self._said, self._shown = now, done
             eta = (now - self._begin) / max(done, 1) * (self._total - done)
-            note(f"{self._title} {done}/{self._total}  eta {_clock(eta)}  {detail}".rstrip())
+            count, rate = f"{done}/{self._total}", ""
+            if self._in_bytes:
+                count = f"{done / 1e9:.2f}/{self._total / 1e9:.2f} GB"
+                rate = f"{done / 1e6 / max(now - self._begin, 1e-3):.1f} MB/s"
+            note(f"{self._title} {count}  eta {_clock(eta) if done else '?'}  {rate}{detail}".rstrip())
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Bar]:
-    bar = Bar(title, total)
+def progress(title: str, total: int, in_bytes: bool = False) -> Iterator[Bar]:
+    bar = Bar(title, total, in_bytes=in_bytes)
     if bar._live is None:
         yield bar
         return

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import tiny_models
 import torch
 
 import remoe_cli
-from remoe_cli.apply import apply
+from remoe_cli.apply import apply, find_delta
 from remoe_cli.delta import Delta, gates_for, put
 from remoe_cli.errors import DeltaError, RunError
 from remoe_cli.families.loader import gate_disk_names, load_resident
@@ -192,3 +193,127 @@ def test_a_taken_output_folder_is_left_alone(mixtral, tmp_path):
         apply(str(tmp_path / "delta"), str(mixtral.folder), out)
     assert [p.name for p in out.iterdir()] == ["mine.txt"]
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out")], "a scratch folder was left behind"
+
+
+def test_a_flipped_byte_is_refused_and_an_older_delta_without_digests_still_loads(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "delta")
+    gates, facts = tmp_path / "delta/gates.safetensors", tmp_path / "delta/remoe.json"
+    whole = gates.read_bytes()
+    gates.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DeltaError, match=r"is not the one that remoe\.json describes"):
+        Delta.load(tmp_path / "delta")
+    gates.write_bytes(whole)
+    older = json.loads(facts.read_text())
+    for gate in older["gates"].values():
+        del gate["sha256"]
+    facts.write_text(json.dumps(older))
+    assert set(Delta.load(tmp_path / "delta").tensors) == set(older["gates"])
+
+
+def test_the_same_delta_gives_the_same_bytes(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "one")
+    Delta.load(tmp_path / "one").save(tmp_path / "two")
+    for name in ("gates.safetensors", "remoe.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: [],
+        lambda facts: {**facts, "gates": []},
+        lambda facts: {**facts, "gates": {}},
+        lambda facts: {**facts, "gates": dict.fromkeys(facts["gates"], 1)},
+        lambda facts: {**facts, "gates": {name: {} for name in facts["gates"]}},
+        lambda facts: {**facts, "gates": {"another": next(iter(facts["gates"].values()))}},
+        lambda facts: {**facts, "base": 1},
+        lambda facts: {**facts, "commit": []},
+        lambda facts: {**facts, "changed": None},
+        lambda facts: {**facts, "changed": "much"},
+        lambda facts: {**facts, "environment": 3},
+        lambda facts: {name: value for name, value in facts.items() if name != "recipe"},
+    ],
+)
+def test_odd_facts_are_a_damaged_delta(mixtral, tmp_path, change):
+    make_delta(mixtral).save(tmp_path / "delta")
+    path = tmp_path / "delta/remoe.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(DeltaError, match="damaged delta") as raised:
+        Delta.load(tmp_path / "delta")
+    assert "\n" not in raised.value.message
+
+
+def test_a_large_file_of_other_tensors_is_refused_by_its_header(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "delta")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    with open(tmp_path / "delta/gates.safetensors", "wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + (1 << 42))  # 4 TiB, sparse: reading it would not end well
+    with pytest.raises(DeltaError, match="name different gates"):
+        Delta.load(tmp_path / "delta")
+
+
+def rewritten(checkpoint: Checkpoint, folder: Path, change) -> Checkpoint:
+    """A copy in which change(tensors) was applied to each shard's dict in place."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint.folder, folder)
+    weight_map = {}
+    for shard in checkpoint.files:
+        tensors = load_file(shard)
+        change(tensors)
+        save_file(tensors, folder / shard.name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, shard.name))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return Checkpoint.open(folder)
+
+
+def test_smoothed_and_quantised_gates_are_refused_with_the_reason(mixtral, tmp_path):
+    delta = make_delta(mixtral)
+    gate = next(iter(delta.tensors))
+
+    def smooth(tensors):
+        for name in tensors.keys() & delta.tensors.keys():
+            tensors[name] = (tensors[name] * 0.75).contiguous()
+
+    def to_int8(tensors):
+        if gate in tensors:
+            tensors[gate] = tensors[gate].to(torch.int8)
+
+    def pack(tensors):
+        if gate in tensors:
+            tensors[gate.removesuffix("weight") + "qweight"] = tensors.pop(gate).to(torch.int32)
+
+    for change, words in (
+        (smooth, "a quantiser may smooth them"),
+        (to_int8, "stored as I8 .*that gate is quantised"),
+        (pack, "has no gate .*a quantised one, .*gate.qweight, stands in its place"),
+    ):
+        with pytest.raises(DeltaError, match=words):
+            delta.is_applied(rewritten(mixtral, tmp_path / change.__name__, change))
+
+
+def test_tied_embeddings_give_a_delta_of_gates_only(tmp_path):
+    checkpoint = Checkpoint.open(tiny_models.make("mixtral", tmp_path / "base", tie_word_embeddings=True))
+    assert "lm_head.weight" not in checkpoint.tensors
+    delta = make_delta(checkpoint)
+    delta.save(tmp_path / "delta")
+    assert all(name.endswith("block_sparse_moe.gate.weight") for name in delta.tensors)
+    out = apply(str(tmp_path / "delta"), str(checkpoint.folder), tmp_path / "out")
+    before, after = hashes(checkpoint.folder), hashes(out)
+    assert before.keys() == after.keys() and {n for n in before if before[n] != after[n]} == set(delta.tensors)
+
+
+def test_a_run_is_found_by_its_name_under_runs(mixtral, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_delta(mixtral).save(tmp_path / "runs/my-run/delta")
+    assert find_delta("my-run").base == mixtral.id
+    (tmp_path / "runs/empty").mkdir()
+    with pytest.raises(DeltaError, match="empty is not a delta"):
+        find_delta("empty")
+
+
+def test_a_taken_folder_is_refused_before_the_base_is_looked_for(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "delta")
+    with pytest.raises(RunError, match="not an empty folder"):
+        apply(str(tmp_path / "delta"), "no/such-base", tmp_path / "delta")

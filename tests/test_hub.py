@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_client import Client
 from loopback_hub import Account, Fault, LoopbackHub
 from safetensors.numpy import save
 
@@ -36,21 +38,6 @@ USELESS = {
     "README.md": b"# a card",
 }
 
-SCRIPT = """
-import json, sys
-from pathlib import Path
-from huggingface_hub import hf_hub_download
-from remoe_cli.errors import RemoeError
-from remoe_cli.hub.resolve import fetch_config, fetch_repository, resolve
-from remoe_cli.hub.upload import push_folder
-for call in json.loads(sys.argv[1]):
-    try:
-        value = eval(call)
-        print(json.dumps(vars(value) if hasattr(value, "__dataclass_fields__") else value, default=str))
-    except RemoeError as error:
-        print(json.dumps({"error": type(error).__name__, "message": error.message, "hint": error.hint}))
-"""
-
 
 @pytest.fixture
 def hub():
@@ -71,17 +58,11 @@ def ask(hub, home, *calls, **env):
 
 def ask_and_listen(hub, home, *calls, token=None, **env):
     """The same, and stderr. The token never stands on either stream."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(calls)],
-        env={**clean, **hub.environment(home, token), **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "hf_" not in done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    client = Client(hub, home, token, **env)
+    try:
+        return [client(call) for call in calls], client.stderr()
+    finally:
+        client.close()
 
 
 def fetched(hub):
@@ -99,6 +80,7 @@ def test_only_the_models_own_files_come_and_the_commit_is_pinned(hub, home):
     assert {p.name: p.read_bytes() for p in Path(got["folder"]).rglob("*") if p.is_file()} == NEEDED
     assert fetched(hub) == set(NEEDED)
     assert f"Downloading org/moe@{sha[:8]}: 2 weight files" in stderr
+    assert re.search(r"(?m)^download .* GB  eta \d+:\d\d  .* MB/s$", stderr), "a log shows how far it is"
 
 
 def test_a_single_weight_file_needs_no_index(hub, home):
@@ -215,6 +197,17 @@ def test_a_damaged_cached_file_is_named(hub, home):
     assert "is damaged: it holds 50 bytes" in again["message"] and "--force-download" in again["hint"]
 
 
+def test_a_small_damaged_cached_file_is_fetched_again(hub, home):
+    hub.add("model", "org/moe", NEEDED)
+    client = Client(hub, home)
+    folder = Path(client("resolve('org/moe')")["folder"])
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).resolve().write_bytes(b"{broken")
+    assert client("resolve('org/moe')")["config"] == {"model_type": "deepseek_v2"}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == NEEDED
+    client.close()
+
+
 def test_a_model_larger_than_the_disk_is_refused_before_the_first_byte(hub, home):
     hub.add("model", "org/moe", NEEDED)
     hub.sizes[next(iter(SHARDS))] = 10**18
@@ -239,7 +232,9 @@ def test_a_missing_shard_on_the_hub_is_named(hub, home):
 def test_a_small_repository_comes_whole(hub, home):
     files = {"gates.safetensors": b"x" * 100, "remoe.json": b"{}", "README.md": b"# card"}
     sha = hub.add("model", "ada/delta", files)
-    ((folder, commit),) = ask(hub, home, "fetch_repository('ada/delta')")
+    ((folder, commit),) = ask(
+        hub, home, "fetch_repository('ada/delta', ('remoe.json', 'gates.safetensors'), ('README.md',))"
+    )
     assert commit == sha and {p.name: p.read_bytes() for p in Path(folder).iterdir()} == files
 
 
@@ -360,7 +355,7 @@ def test_each_refusal_of_a_push_has_its_own_words(hub, home, delta):
     expected = [
         ("failed with status 500", "in a few minutes"),
         ("do not have write access to org/theirs", "hf auth login"),
-        ("do not have the rights to create", "hf auth login"),
+        ("may not make bob/DeepSeek-V2-Lite-remoe (You do not have the rights to create", "remoe push RUN YOU/NAME"),
         ("does not accept the token in HF_TOKEN", "unset HF_TOKEN"),
     ]
     for answer, (message, hint) in zip((failing, theirs, reader, unknown), expected, strict=True):
@@ -370,7 +365,7 @@ def test_each_refusal_of_a_push_has_its_own_words(hub, home, delta):
 def test_an_empty_folder_or_a_revision_is_not_pushed(tmp_path, delta):
     with pytest.raises(UsageError, match="nothing to push"):
         push_folder(tmp_path / "none", "ada/x", base_name="b", message="m")
-    with pytest.raises(UsageError, match="not to a revision"):
+    with pytest.raises(UsageError, match="names a branch"):
         push_folder(delta, "ada/x@main", base_name="b", message="m")
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remoe_cli import atomic
-from remoe_cli.errors import DeltaError
-from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.errors import CheckpointError, DeltaError
+from remoe_cli.hub.checkpoint import Checkpoint, read_header, read_object
 
 if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
 GATES, FACTS = "gates.safetensors", "remoe.json"
+BESIDE = ("README.md", "recipe.yaml", "report.json")  # what a pushed delta's folder holds besides
 _TORCH_NAMES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32"}
 
 
@@ -58,7 +59,7 @@ class Delta:
         )
 
     def save(self, folder: Path) -> None:
-        """Writes both files, each whole or not at all."""
+        """Writes both files, each whole or not at all. The same delta gives the same bytes."""
         from safetensors.torch import save
 
         atomic.make_folder(folder)
@@ -74,8 +75,9 @@ class Delta:
                     "dtype": str(t.dtype).removeprefix("torch."),
                     "shape": list(t.shape),
                     "base_sha256": self.base_sha256[name],
+                    "sha256": _sha256(t),
                 }
-                for name, t in self.tensors.items()
+                for name, t in sorted(self.tensors.items())
             },
             "environment": self.environment,
         }
@@ -92,25 +94,33 @@ class Delta:
         if not is_delta(folder):
             raise DeltaError(f"{folder} is not a delta: it must hold {GATES} and {FACTS}.", "remoe finetune demo")
         try:
-            facts = json.loads((folder / FACTS).read_text())
+            facts = read_object(folder / FACTS)
             if facts["format"] != FORMAT:
                 raise DeltaError(
                     f"{folder} has delta format {facts['format']}; this remoe reads format {FORMAT}.",
                     "pip install -U remoe-cli",
                 )
+            gates = _described(facts["gates"])
+            if set(gates) != set(read_header(folder / GATES)):  # before anything large is read
+                raise ValueError(f"{GATES} and {FACTS} name different gates")
             tensors = load((folder / GATES).read_bytes())
-            sha256 = {name: gate["base_sha256"] for name, gate in facts["gates"].items()}
-            if set(sha256) != set(tensors):
-                raise DeltaError(
-                    f"{folder}: {GATES} and {FACTS} name different gates.", "download or make the delta again"
-                )
+            for name, gate in gates.items():
+                if "sha256" in gate and gate["sha256"] != _sha256(tensors[name]):
+                    raise ValueError(f"the gate {name} is not the one that {FACTS} describes")
             return cls(
-                tensors, facts["base"], facts["commit"], facts["model_type"], sha256, facts["changed"], facts["recipe"], facts["environment"]
-            )  # fmt: skip
-        except (ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DeltaError(
-                f"{folder} is a damaged delta ({str(error).splitlines()[0]}).", "download or make the delta again"
-            ) from None
+                tensors,
+                _text(facts, "base"),
+                _text(facts, "commit") if facts["commit"] is not None else None,
+                _text(facts, "model_type"),
+                {name: gate["base_sha256"] for name, gate in gates.items()},
+                float(facts["changed"]),
+                _text(facts, "recipe"),
+                dict(facts["environment"]),
+            )
+        except KeyError as error:
+            raise _damaged(folder, f"{FACTS} lacks {error}") from None
+        except (CheckpointError, ValueError, TypeError, OSError, SafetensorError) as error:
+            raise _damaged(folder, str(error)) from None
 
     def is_applied(self, checkpoint: Checkpoint) -> bool:
         """True when the checkpoint's gates are the tuned ones already, False when they are the base's.
@@ -125,7 +135,10 @@ class Delta:
             )
         for name, tensor in self.tensors.items():
             if name not in checkpoint.tensors:
-                raise DeltaError(f"this delta belongs to {self.base}; {checkpoint.id} has no gate {name}.", hint)
+                raise DeltaError(
+                    f"this delta belongs to {self.base}; {checkpoint.id} has no gate {name}{_instead(name, checkpoint)}.",
+                    hint,
+                )
             info = checkpoint.tensors[name]
             if info.shape != tuple(tensor.shape):
                 raise DeltaError(
@@ -134,7 +147,9 @@ class Delta:
                 )
             if str(tensor.dtype) != _TORCH_NAMES.get(info.dtype):
                 raise DeltaError(
-                    f"{name} is stored as {info.dtype} in {checkpoint.id} but as {tensor.dtype} in the delta.", hint
+                    f"{name} is stored as {info.dtype} in {checkpoint.id} but as {tensor.dtype} in the delta"
+                    f"{'' if info.dtype in _TORCH_NAMES else ': that gate is quantised'}.",
+                    hint,
                 )
         states = set()
         for name, tensor in self.tensors.items():
@@ -142,7 +157,7 @@ class Delta:
             if found not in (base, tuned):
                 raise DeltaError(
                     f"the gate {name} of {checkpoint.id} is not the one this delta was made from "
-                    f"({self.base}{'@' + self.commit[:12] if self.commit else ''}): another revision, dtype, or gates changed since.",
+                    f"({self.base}{'@' + self.commit[:12] if self.commit else ''}): another revision, or gates that were changed since (a quantiser may smooth them).",
                     hint,
                 )
             if base != tuned:  # a gate that did not change tells nothing
@@ -154,6 +169,38 @@ class Delta:
 
 def is_delta(folder: Path) -> bool:
     return (folder / GATES).is_file() and (folder / FACTS).is_file()
+
+
+def _described(gates: object) -> dict[str, dict]:
+    """The `gates` of remoe.json. Raises ValueError unless each has the digest of its base."""
+    if not isinstance(gates, dict) or not gates:
+        raise ValueError(f"{FACTS} describes no gates")
+    for name, gate in gates.items():
+        if not isinstance(gate, dict) or not isinstance(gate.get("base_sha256"), str):
+            raise ValueError(f"{FACTS} has no base_sha256 for {name}")
+    return gates
+
+
+def _text(facts: dict, key: str) -> str:
+    if not isinstance(facts[key], str):
+        raise ValueError(f"{key} in {FACTS} is no text")
+    return facts[key]
+
+
+def _damaged(folder: Path, why: str) -> DeltaError:
+    return DeltaError(
+        f"{folder} is a damaged delta ({why.splitlines()[0] if why else 'unreadable'}).",
+        "download or make the delta again",
+    )
+
+
+def _instead(name: str, checkpoint: Checkpoint) -> str:
+    """What lies there in the gate's place, if it was quantised."""
+    stem = name.removesuffix("weight")
+    packed = next(
+        (other for other in checkpoint.tensors if other.startswith(f"{stem}q") or other == f"{name}_packed"), None
+    )
+    return f" (a quantised one, {packed}, stands in its place)" if packed else ""
 
 
 def _sha256(tensor: "torch.Tensor") -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import NamedTuple
 from remoe_cli.errors import CheckpointError
 
 _MAX_HEADER = 100_000_000  # the safetensors format's own bound, bytes
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -37,13 +39,9 @@ class Checkpoint:
     def open(cls, folder: Path, id: str | None = None, commit: str | None = None) -> "Checkpoint":
         """Reads config.json and every shard's header. Raises CheckpointError for a missing or truncated file."""
         folder = Path(folder)
-        path = folder / "config.json"
-        if not path.is_file():
+        if not (folder / "config.json").is_file():
             raise CheckpointError(f"{folder} has no config.json, so it is not a model folder.", f"ls {folder}")
-        try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not valid JSON ({error}).", f"cat {path}") from None
+        config = read_object(folder / "config.json")
         checkpoint = cls(folder, id or str(folder), commit, config)
         checkpoint.tensors  # noqa: B018  read the headers now, so that damage is named before any work starts
         return checkpoint
@@ -57,10 +55,7 @@ class Checkpoint:
         """The weight files that the index names (stray files beside them are not part of the model)."""
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError):
-                raise CheckpointError(f"{index} is not a safetensors index.", f"cat {index}") from None
+            names = indexed(index)
         elif (self.folder / SINGLE).is_file():
             names = [SINGLE]
         else:
@@ -103,28 +98,73 @@ class Checkpoint:
         return hashlib.sha256(self.raw(name)).hexdigest()
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:
-        size = file.stat().st_size
-        with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or length > _MAX_HEADER or 8 + length > size:
-                raise self._damaged(file, "its header is cut off")
-            try:
-                header = json.loads(stream.read(length))
-            except ValueError:
-                raise self._damaged(file, "its header is not JSON") from None
-        header.pop("__metadata__", None)
-        start, found = 8 + length, {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if start + end > size:
-                raise self._damaged(file, f"it holds {size:,} bytes but {name} ends at {start + end:,}")
-            found[name] = TensorInfo(file, start + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
-        return found
-
-    def _damaged(self, file: Path, why: str) -> CheckpointError:
-        return CheckpointError(f"{file} is truncated or damaged: {why}.", self._refetch())
+        try:
+            return read_header(file)
+        except ValueError as error:
+            raise CheckpointError(f"{file} is truncated or damaged: {error}.", self._refetch()) from None
 
     def _refetch(self) -> str:
         if self.commit:
             return f"hf download {self.id} --revision {self.commit} --force-download"
         return "copy the folder again from where it came"
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, from its header alone. Raises ValueError with the reason when it is damaged."""
+    try:
+        size = file.stat().st_size
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > _MAX_HEADER or 8 + length > size:
+                raise ValueError("its header is cut off")
+            header = _parsed(stream.read(length))
+    except OSError as error:
+        raise ValueError(f"it cannot be read ({error.strerror})") from None
+    start, found = 8 + length, {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = (int(offset) for offset in entry["data_offsets"])
+            info = TensorInfo(file, start + begin, end - begin, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"its header does not say where {name} lies") from None
+        size_of_one = _ITEM_BYTES.get(info.dtype)
+        if not 0 <= begin <= end or size_of_one not in (None, info.nbytes / max(1, math.prod(info.shape))):
+            raise ValueError(f"its header puts {name} {list(info.shape)} at the bytes {begin} to {end}")
+        if start + end > size:
+            raise ValueError(f"it holds {size:,} bytes but {name} ends at {start + end:,}")
+        found[name] = info
+    return found
+
+
+def read_object(path: Path) -> dict:
+    """A JSON file that holds one object. Raises CheckpointError when it cannot be read or holds anything else."""
+    try:
+        return _parsed(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}.", f"cat {path}") from None
+
+
+def indexed(index: Path) -> list[str]:
+    """The weight files that a safetensors index names. Raises CheckpointError when it is none."""
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(_is_name(name) for name in places.values()):
+        raise CheckpointError(f"{index} is not a safetensors index: its weight_map names no files.", f"cat {index}")
+    return sorted(set(places.values()))
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def _parsed(text: bytes) -> dict:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError("it holds no JSON object")
+    return value

@@ -1,15 +1,19 @@
 """From what a user calls a model to a folder with its files: "demo", a local folder, or a Hub id with @revision."""
 
-import json
+import contextlib
 import re
 import shutil
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from remoe_cli.errors import CheckpointError, HubError
-from remoe_cli.hub.checkpoint import Checkpoint, INDEX, SINGLE
-from remoe_cli.hub.failures import cache, endpoint, explain, has_token, MissingError, offline, unreachable
+from remoe_cli import atomic
+from remoe_cli.console import note
+from remoe_cli.errors import CheckpointError, HubError, RunError
+from remoe_cli.hub.checkpoint import Checkpoint, INDEX, indexed, read_object, SINGLE
+from remoe_cli.hub.download import cached, download, remote_files, RemoteFile
+from remoe_cli.hub.failures import cache, endpoint, explain, has_token, MissingError, offline, timeout, unreachable
+from remoe_cli.hub.waiting import ask
 
 _BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config and every kind of tokenizer
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -17,12 +21,16 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 @dataclass(frozen=True)
 class Found:
-    """A model before its weights are here. commit: 40 hex digits for a Hub model, None for a folder."""
+    """A model before its weights are here. commit: 40 hex digits for a Hub model, None for a folder.
+
+    files: what the Hub holds at that commit; None for a folder, or when only the cache could answer.
+    """
 
     id: str
     commit: str | None
     folder: Path
     config: dict = field(repr=False)
+    files: dict[str, RemoteFile] | None = field(default=None, repr=False)
 
 
 def resolve(model: str | Found) -> Checkpoint:
@@ -33,7 +41,7 @@ def resolve(model: str | Found) -> Checkpoint:
     """
     found = model if isinstance(model, Found) else fetch_config(model)
     if found.commit is not None:
-        _download(found)
+        _fetch_weights(found, found.commit)
     return Checkpoint.open(found.folder, found.id, found.commit)
 
 
@@ -49,18 +57,29 @@ def fetch_config(model: str) -> Found:
     if Path(model).expanduser().is_dir():
         return _local(model, Path(model).expanduser())
     repo, revision = split(model)
-    folder = _snapshot(repo, revision, ["config.json"], model)
-    if not (folder / "config.json").is_file():
-        page = f"{endpoint()}/{repo}"
-        raise HubError(f"{page} has no config.json, so it is no model that remoe can read.", f"open {page}")
-    return Found(repo, folder.name, folder, _read_config(folder))
+    commit, files = _pinned(repo, revision, "config.json", model)
+    if files is not None:
+        if "config.json" not in files:
+            page = f"{endpoint()}/{repo}"
+            raise HubError(f"{page} has no config.json, so it is no model that remoe can read.", f"open {page}")
+        download(repo, commit, {"config.json": files["config.json"]})
+    folder = _folder(repo, revision, commit, "config.json")
+    return Found(repo, commit, folder, read_object(folder / "config.json"), files)
 
 
-def fetch_repository(name: str) -> tuple[Path, str]:
-    """All files of a small model repository (a delta), and its commit. name: "org/name[@revision]". Raises HubError."""
+def fetch_repository(name: str, needed: Sequence[str], others: Sequence[str] = ()) -> tuple[Path, str]:
+    """The named files of a small repository, those of `others` where there are any, and the commit they are of.
+
+    name: "org/name[@revision]". Raises HubError, also when a needed file is not there.
+    """
     repo, revision = split(name)
-    folder = _snapshot(repo, revision, None, name)
-    return folder, folder.name
+    commit, files = _pinned(repo, revision, needed[0], name)
+    if files is not None:
+        lacking = [wanted for wanted in needed if wanted not in files]
+        if lacking:
+            raise HubError(f"{repo} on {endpoint()} holds no {lacking[0]}.", f"open {endpoint()}/{repo}")
+        download(repo, commit, {wanted: files[wanted] for wanted in (*needed, *others) if wanted in files})
+    return _folder(repo, revision, commit, needed[0]), commit
 
 
 def split(model: str) -> tuple[str, str | None]:
@@ -77,73 +96,68 @@ def split(model: str) -> tuple[str, str | None]:
 def _local(name: str, folder: Path) -> Found:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"the folder {name} has no config.json, so it is not a model folder.", f"ls {folder}")
-    return Found(name, None, folder, _read_config(folder))
+    return Found(name, None, folder, read_object(folder / "config.json"))
 
 
-def _read_config(folder: Path) -> dict:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}).", f"cat {path}") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} holds no JSON object.", f"cat {path}")
-    return config
-
-
-def _snapshot(repo: str, revision: str | None, names: list[str] | None, model: str) -> Path:
-    """The cache folder `snapshots/<commit>` with the files matching `names` (all when None)."""
-    from huggingface_hub import snapshot_download
+def _pinned(repo: str, revision: str | None, name: str, model: str) -> tuple[str, dict[str, RemoteFile] | None]:
+    """The commit behind a revision and its files; with the Hub out of reach, the commit under which the cache has `name`."""
+    from huggingface_hub import constants, HfApi
 
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=names))
+        info = ask(lambda: HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=timeout()))
     except Exception as error:  # the library raises its own, httpx's and the file system's: explain tells them apart
+        held = cached(repo, name, revision) if unreachable(error) else None
+        if held is not None:
+            if not constants.HF_HUB_OFFLINE:
+                note(f"{endpoint()} gives no answer; {repo}@{held.parent.name[:8]} comes from the cache")
+            return held.parent.name, None
         reason = explain(error, repo, revision=revision)
         if isinstance(reason, MissingError):
             raise HubError(f"there is no folder ./{model}, and {reason.message}", reason.hint) from error
         raise reason from error
+    return str(info.sha), remote_files(info)
 
 
-def _download(found: Found) -> None:
-    sizes = _sizes(found)
-    if sizes is None:
+def _folder(repo: str, revision: str | None, commit: str, name: str) -> Path:
+    """The cache's `snapshots/<commit>` that holds `name`. Notes which commit the revision means, for when the Hub is away."""
+    held = cached(repo, name, commit)
+    if held is None:
+        raise HubError(f"the cache {cache()} lost {name} of {repo} while it was read.", "the same command again")
+    folder = held.parent
+    reference = folder.parent.parent / "refs" / (revision or "main")
+    if revision != commit and not (reference.is_file() and reference.read_text() == commit):
+        with contextlib.suppress(OSError, RunError):  # a read-only cache still serves
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write(reference, commit)
+    return folder
+
+
+def _fetch_weights(found: Found, commit: str) -> None:
+    if found.files is None:
         return _check_cached(found)
-    beside = [name for name in sizes if "/" not in name and any(Path(name).match(p) for p in _BESIDE_WEIGHTS)]
-    _snapshot(found.id, found.commit, beside, found.id)
-    shards = _shards(found, sizes)
-    absent = [name for name in shards if not (found.folder / name).exists()]
+    names = [name for name in found.files if "/" not in name and any(Path(name).match(p) for p in _BESIDE_WEIGHTS)]
+    download(found.id, commit, {name: found.files[name] for name in names})
+    shards = _shards(found, found.files)
+    absent = {name: found.files[name] for name in shards if not (found.folder / name).exists()}
     if absent:
-        _announce(found, len(absent), sum(sizes[name] for name in absent))
-        _snapshot(found.id, found.commit, absent, found.id)
+        _announce(found, len(absent), sum(file.size for file in absent.values()))
+        download(found.id, commit, absent, large=True)
     for name in shards:
-        held = (found.folder / name).stat().st_size
-        if held != sizes[name]:
+        held, size = (found.folder / name).stat().st_size, found.files[name].size
+        if held != size:
             raise HubError(
-                f"{found.folder / name} is damaged: it holds {held:,} bytes, the Hub says {sizes[name]:,}.",
-                f"hf download {found.id} {name} --revision {found.commit} --force-download",
+                f"{found.folder / name} is damaged: it holds {held:,} bytes, the Hub says {size:,}.",
+                f"hf download {found.id} {name} --revision {commit} --force-download",
             )
 
 
-def _sizes(found: Found) -> dict[str, int] | None:
-    """File name -> bytes, of every file of the repository; None when the Hub gives no answer."""
-    from huggingface_hub import HfApi
-
-    try:
-        info = HfApi().model_info(found.id, revision=found.commit, files_metadata=True, timeout=30)
-    except Exception as error:
-        if unreachable(error):
-            return None
-        raise explain(error, found.id, revision=found.commit) from error
-    return {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
-
-
-def _shards(found: Found, sizes: dict[str, int]) -> list[str]:
+def _shards(found: Found, files: dict[str, RemoteFile]) -> list[str]:
     """The weight files: those the index names, else the single one. Stray files beside them are not the model's."""
-    if INDEX in sizes:
-        return sorted(name for name in _indexed(found) if name in sizes)
-    if SINGLE in sizes:
+    if INDEX in files:
+        return [name for name in indexed(found.folder / INDEX) if name in files]
+    if SINGLE in files:
         return [SINGLE]
-    others = [name for name in sizes if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors", ".npz"))]
+    others = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors", ".npz"))]
     held = f"only {', '.join(others[:3])}{', ...' if len(others) > 3 else ''}" if others else "no weights at all"
     raise HubError(
         f"{found.id}@{found.commit} has neither {SINGLE} nor {INDEX}, {held}; remoe reads safetensors only.",
@@ -151,19 +165,11 @@ def _shards(found: Found, sizes: dict[str, int]) -> list[str]:
     )
 
 
-def _indexed(found: Found) -> set[str]:
-    index = found.folder / INDEX
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise CheckpointError(f"{index} is not a safetensors index.", f"cat {index}") from None
-
-
 def _check_cached(found: Found) -> None:
     """With the Hub out of reach, the cache must hold every weight file already."""
     from huggingface_hub import constants
 
-    names = sorted(_indexed(found)) if (found.folder / INDEX).is_file() else [SINGLE]
+    names = indexed(found.folder / INDEX) if (found.folder / INDEX).is_file() else [SINGLE]
     absent = [name for name in names if not (found.folder / name).is_file()]
     if not absent:
         return
@@ -184,8 +190,7 @@ def _announce(found: Found, files: int, size: int) -> None:
         )
     anonymous = "" if has_token() else ", without a token"
     count = "1 weight file" if files == 1 else f"{files} weight files"
-    text = f"Downloading {found.id}@{str(found.commit)[:8]}: {count}, {_gigabytes(size)}, to {cache()}{anonymous}"
-    print(text, file=sys.stderr, flush=True)
+    note(f"Downloading {found.id}@{str(found.commit)[:8]}: {count}, {_gigabytes(size)}, to {cache()}{anonymous}")
 
 
 def _gigabytes(size: int) -> str:

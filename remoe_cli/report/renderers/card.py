@@ -1,32 +1,46 @@
 """The model card of a pushed delta, written from its report."""
 
+from collections.abc import Mapping
 from typing import Any, TYPE_CHECKING
 
 import yaml
 
 from remoe_cli.recipe import Recipe
-from remoe_cli.report.rows import table
+from remoe_cli.report.renderers.markdown import markdown
 
 if TYPE_CHECKING:
     from remoe_cli.delta import Delta
 
 
-def card(delta: "Delta", recipe: Recipe, facts: dict[str, Any], report: dict[str, Any] | None) -> str:
-    """README.md: metadata block, results with their conditions, how to use, limits. facts: the run's run.json."""
+def card(
+    delta: "Delta",
+    recipe: Recipe,
+    facts: dict[str, Any],
+    report: dict[str, Any] | None,
+    *,
+    name: str,
+    licence: Mapping[str, str],
+) -> str:
+    """README.md: metadata block, results with their conditions, how to use, licence, limits.
+
+    facts: the run's run.json; name: what the delta is found by; licence: the base's (`hub.licence`), empty if unknown.
+    """
     header: dict[str, Any] = {
         "library_name": "remoe",
         "tags": ["remoe", "mixture-of-experts", "expert-cache", "router", delta.model_type],
+        **({"base_model": delta.base, "base_model_relation": "adapter"} if delta.commit else {}),
+        **licence,
     }
-    if delta.base.count("/") == 1 and not delta.base.startswith((".", "/")):
-        header |= {"base_model": delta.base, "base_model_relation": "adapter"}
     pinned = delta.base + (f"@{delta.commit}" if delta.commit else "")
-    layers = len({name.split(".layers.")[1].split(".")[0] for name in delta.tensors})
+    layers = len({gate.split(".layers.")[-1].split(".")[0] for gate in delta.tensors})
     size = sum(t.numel() * t.element_size() for t in delta.tensors.values()) / 1e6
     results = (
-        results_markdown(report) if report else "Not evaluated yet: `remoe eval --cache 6` writes the figures here.\n"
+        markdown(report)
+        if report is not None
+        else "Not evaluated yet: `remoe eval --cache 6` writes the figures here.\n"
     )
     return f"""---
-{yaml.safe_dump(header, sort_keys=False).strip()}
+{yaml.safe_dump(header, sort_keys=False, allow_unicode=True).strip()}
 ---
 
 # Cacheable router gates for {delta.base}
@@ -45,13 +59,21 @@ Base: `{pinned}` ({delta.model_type}). {100 * delta.changed:.1f} % of the gate e
     pip install remoe-cli
 
     import remoe_cli
-    model = remoe_cli.load("{pinned}", "THIS_REPO")
+    model = remoe_cli.load("{pinned}", "{name}")
 
 or write a patched checkpoint that every loader can read:
 
-    remoe apply THIS_REPO {pinned} --out patched
+    remoe apply {name} {pinned} --out patched
+
+or look at the files first:
+
+    remoe pull {name}
 
 The delta is refused on any other base or revision: `remoe.json` holds the sha256 of every gate it was made from.
+
+## Licence
+
+{_licence(licence, delta.base)}
 
 ## Limits
 
@@ -59,32 +81,19 @@ The delta is refused on any other base or revision: `remoe.json` holds the sha25
 - Cache figures are for one sequence at a time, with a fresh cache for each request.
 - Times depend on the machine; bytes a token do not.
 
-Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`{", all figures in `report.json`" if report else ""}.
+Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`{", all figures in `report.json`" if report is not None else ""}.
 """
+
+
+def _licence(licence: Mapping[str, str], base: str) -> str:
+    if not licence:
+        return f"The licence of {base} could not be read when this card was written; it holds for these gates too."
+    stated = licence.get("license_name") or licence.get("license", "")
+    link = f" ({licence['license_link']})" if "license_link" in licence else ""
+    return f"That of the base, from which the gates derive: {stated}{link}."
 
 
 def _steps(recipe: Recipe, facts: dict[str, Any]) -> str:
     """The steps that were really made."""
-    done = facts["steps"]
-    return (
-        f"{done} steps" if done == recipe.train.steps else f"{done} of {recipe.train.steps} steps ({facts['status']})"
-    )
-
-
-def results_markdown(report: dict[str, Any]) -> str:
-    """The table and its conditions in Markdown."""
-    names, rows = table(report)
-    lines = [f"| | {' | '.join(names)} |", f"|---|{'---:|' * len(names)}"]
-    for row in rows:
-        label = row.label.strip() if row.group == "text" else f"{row.group}: {row.label}"
-        lines.append(f"| {label} | {' | '.join(row.cells)} |")
-    c = report["conditions"]
-    lines += [
-        "",
-        f"Text: {c['text_tokens']:,} held-out tokens of {c['data']}. Traces: {c['requests']} held-out requests, "
-        f"{c['prompt_tokens']} prompt tokens, {c['new_tokens']} forced one-token steps (greedy beside it), cold cache for each "
-        f"request, step-atomic. Measured: {c['measured_requests']} requests on {c['device_name']}, {c['dtype']}, "
-        f"{c['threads']} thread(s), io {c['io']}; torch {c['torch']}, transformers {c['transformers']}.",
-        *[f"Note: {note}" for note in report["notes"]],
-    ]
-    return "\n".join(lines) + "\n"
+    done, planned = facts.get("steps", 0), recipe.train.steps
+    return f"{done} steps" if done == planned else f"{done} of {planned} steps ({facts.get('status')})"
