@@ -1,33 +1,46 @@
 """remoe finetune: freeze everything but the gates, train them, and write the change as a delta."""
 
 import json
+import math
 import shlex
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
+import torch
+
+from remoe_cli import atomic
 from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta, gates_for, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.families import family_of, find_gates, Gate
+from remoe_cli.errors import DataError, RunError
+from remoe_cli.families import Family, family_of, find_gates, Gate
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.text import measure_text, TextMeasures
-from remoe_cli.recipe import Recipe
+from remoe_cli.measure.requests import cut_requests
+from remoe_cli.measure.sample import measure_heldout
+from remoe_cli.recipe import key_names, Recipe, value_of
+from remoe_cli.report.metrics import TextMeasures
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
-from remoe_cli.train.packing import batches
-from remoe_cli.train.trainer import Diverged, StepStats, train, Trained
+from remoe_cli.train.own_text import is_own, own_documents, PREFIX, prompts_of
+from remoe_cli.train.packing import batches, BEGIN, Document
+from remoe_cli.train.state import newest, State
+from remoe_cli.train.tokens import about_positions, check_vocabulary
+from remoe_cli.train.trainer import Diverged, StepStats, Stopped, train, Trained
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from remoe_cli.hub.checkpoint import Checkpoint
 
 
 class Finetuned(NamedTuple):
-    """before, after: held-out text under base and tuned gates; after is None when Ctrl-C ended the run."""
+    """before, after: held-out text under base and tuned gates; after is None when Ctrl-C ended the run. steps: completed
+    ones, those before a resume included."""
 
     run: Run
     delta: Delta
@@ -37,51 +50,158 @@ class Finetuned(NamedTuple):
     interrupted: bool
 
 
+class Asked(NamedTuple):
+    """What the command line says about a run."""
+
+    recipe: str | None = None
+    data: str | None = None
+    steps: int | None = None
+    overrides: Sequence[str] = ()
+
+
 def finetune(
-    model: str,
+    model: str | None,
+    asked: Asked = Asked(),  # noqa: B008  immutable
     *,
-    recipe: str = "remoe",
-    data: str | None = None,
-    steps: int | None = None,
     out: Path | None = None,
-    overrides: Sequence[str] = (),
     device: str | None = None,
+    resume: bool = False,
 ) -> Finetuned:
-    """The whole verb. Raises RemoeError for every mistake; on Ctrl-C or a loss that is not finite the gates so far are saved."""
-    found = fetch_config(model)
-    family = family_of(found.config, model)
-    settings = choose_recipe(model, family.model_type, recipe, data, steps, overrides)
+    """The whole verb. model: None only with resume. resume: goes on with the latest unfinished run (of this model, or in
+    `out`), and starts one where there is none.
+
+    Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
+    """
+    old = runs.unfinished(model, out) if resume else None
+    if old is None and model is None:
+        raise RunError("there is no unfinished run to resume.", "remoe runs, or remoe finetune MODEL")
+    if old is None:
+        runs.check_free(out)
+    found = fetch_config(_base_of(old) if old else str(model))
+    family = family_of(found.config, found.id)
+    settings = choose_recipe(str(model), family.model_type, asked) if old is None else _kept_recipe(old, family, asked)
     where = pick_device(device)
-    run = runs.create(model, settings, out)
+    checkpoint = resolve(found)
+    tokenizer = load_tokenizer(checkpoint)
+    if isinstance(size := checkpoint.config.get("vocab_size"), int):
+        check_vocabulary(tokenizer, size, checkpoint.id)
+    documents = _documents(settings, old, tokenizer)
+    dtype = compute_dtype(checkpoint, where, settings.train.dtype)
+    run = old or runs.create(str(model), settings, out)
+    with run.locked():
+        run.note(status="running")
+        try:
+            loaded = load_resident(checkpoint, dtype, where)
+            gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
+            job = _Job(run, settings, checkpoint, documents, loaded, gates, disk_names)
+            run.note(
+                base=_lasting_name(checkpoint), commit=checkpoint.commit, model_type=family.model_type,
+                device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
+                data=documents.pinned, heldout_sha256=documents.heldout_sha256,
+            )  # fmt: skip
+            _introduce(job)
+            before = _measured_before(run) or _measure("base", job)
+            run.note(before=before._asdict())
+            texts: Iterable[Document] = documents.train
+            if is_own(settings.data.source):
+                texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
+            state = _state(run) if old else None
+        except BaseException:
+            if old is None:
+                run.discard()  # nothing was trained yet
+            raise
+        return _train_and_save(job, texts, before, state)
+
+
+class _Job(NamedTuple):
+    """What every part of the work needs. disk_names: in-memory gate parameter -> on-disk name."""
+
+    run: Run
+    recipe: Recipe
+    checkpoint: "Checkpoint"
+    documents: Documents
+    model: "PreTrainedModel"
+    gates: list[Gate]
+    disk_names: dict[str, str]
+
+
+def _train_and_save(job: _Job, texts: Iterable[Document], before: TextMeasures, state: State | None) -> Finetuned:
+    """Everything from the first step on: whatever ends training, the gates so far are saved."""
+    run = job.run
     try:
-        checkpoint = resolve(found)
-        documents = load_documents(settings.data, load_tokenizer(checkpoint), seed=settings.train.seed)
-        dtype = compute_dtype(checkpoint, where, settings.train.dtype)
-        loaded = load_resident(checkpoint, dtype, where)
-        gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
-        run.note(
-            model=model, base=_lasting_name(checkpoint), commit=checkpoint.commit, model_type=family.model_type, status="running",
-            created=time.time(), device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
-        )  # fmt: skip
-        _introduce(run, checkpoint, settings, documents, gates)
-        before = _measure("base", loaded, gates, documents, settings)
-    except BaseException:
-        run.discard()  # nothing was trained yet
+        trained = _train(job, texts, state)
+    except Stopped as error:
+        status = "diverged" if isinstance(error, Diverged) else "failed"
+        run.note(status=status, steps=error.trained.step, error=error.message)
+        if error.trained.step:
+            _save(job, error.trained, status)
+        if status == "diverged":
+            run.drop_states()  # going on from them diverges again
         raise
-    try:
-        trained = _train(loaded, gates, documents, settings, run)
-    except Diverged as error:
-        if error.trained.steps:
-            _save(run, checkpoint, disk_names, error.trained, settings, status="diverged")
-        run.note(status="diverged", steps=len(error.trained.steps))
-        raise
-    delta = _save(run, checkpoint, disk_names, trained, settings, "interrupted" if trained.interrupted else "finished")
+    delta = _save(job, trained, "interrupted" if trained.interrupted else "finished")
     after = None
     if not trained.interrupted:
-        put(loaded, gates_for(disk_names, delta))  # as shipped: cast to the base's stored dtype
-        after = _measure("tuned", loaded, gates, documents, settings)
-    run.note(before=before._asdict(), after=after._asdict() if after else None)
-    return Finetuned(run, delta, before, after, len(trained.steps), trained.interrupted)
+        run.drop_states()
+        put(job.model, gates_for(job.disk_names, delta))  # as shipped: cast to the base's stored dtype
+        after = _measure("tuned", job)
+    run.note(after=after._asdict() if after else None)
+    return Finetuned(run, delta, before, after, trained.step, trained.interrupted)
+
+
+def _base_of(run: Run) -> str:
+    """The base as it was pinned, or as the user named it where the run was killed before that."""
+    facts = run.facts
+    return facts.get("base", facts["model"]) + (f"@{facts['commit']}" if facts.get("commit") else "")
+
+
+def _kept_recipe(run: Run, family: Family, asked: Asked) -> Recipe:
+    """The run's own recipe. Raises RunError when the command line asks for another one."""
+    kept = run.recipe
+    if asked == Asked():
+        return kept
+    wanted = choose_recipe(run.facts["model"], family.model_type, asked)
+    for key in key_names():
+        if value_of(kept, key) != value_of(wanted, key):
+            raise RunError(
+                f"the run {run.folder} was started with {key} {value_of(kept, key)!r}, not {value_of(wanted, key)!r}.",
+                "remoe finetune --resume without other options, or the same command without --resume",
+            )
+    return kept
+
+
+def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
+    """The texts, checked against what will be asked of them later. Raises DataError."""
+    facts, data = old.facts if old else {}, settings.data
+    if is_own(data.source):  # the prompts need no answers
+        data = replace(data, source=prompts_of(data.source), labels="all")
+    data = replace(data, source=facts.get("data", data.source))
+    documents = load_documents(data, tokenizer, seed=settings.train.seed)
+    if facts.get("heldout_sha256", documents.heldout_sha256) != documents.heldout_sha256:
+        raise DataError(
+            f"the texts of {documents.source} have changed since the run {old.folder if old else ''} began.",
+            "the same command without --resume",
+        )
+    wanted = settings.evaluate
+    cut_requests(documents.heldout, wanted.requests, wanted.prompt_tokens, wanted.new_tokens + 1)  # what eval will do
+    return documents
+
+
+def _measured_before(run: Run) -> TextMeasures | None:
+    before = run.facts.get("before")
+    return TextMeasures(**before) if before else None
+
+
+def _state(run: Run) -> State | None:
+    """Where the run is taken up, said to the user."""
+    found = newest(run.states)
+    if found is None:
+        note("No step was saved: training begins at its first step")
+        return None
+    state, threads = found
+    note(f"Going on after step {state.step}")
+    if threads != torch.get_num_threads():
+        note(f"Note: begun with {threads} threads, now {torch.get_num_threads()}: sums may differ in their last digits")
+    return state
 
 
 def _lasting_name(checkpoint: "Checkpoint") -> str:
@@ -89,13 +209,15 @@ def _lasting_name(checkpoint: "Checkpoint") -> str:
     return checkpoint.id if checkpoint.commit or checkpoint.id == "demo" else str(checkpoint.folder.resolve())
 
 
-def choose_recipe(
-    model: str, model_type: str, name: str, data: str | None, steps: int | None, overrides: Sequence[str]
-) -> Recipe:
-    """The recipe for this model, then --set, then --data and --steps."""
-    given = [f"data.source={json.dumps(data)}"] if data is not None else []
-    given += [f"train.steps={steps}"] if steps is not None else []
-    return recipes.load(name, "demo" if model == "demo" else model_type, [*overrides, *given])
+def choose_recipe(model: str, model_type: str, asked: Asked) -> Recipe:
+    """The recipe for this model, then --set, then --data and --steps. `--data self` continues the recipe's own texts."""
+    name, family = asked.recipe or "remoe", "demo" if model == "demo" else model_type
+    given = [*asked.overrides, *([f"train.steps={asked.steps}"] if asked.steps is not None else [])]
+    found = recipes.load(name, family, given)
+    if asked.data is None:
+        return found
+    source = f"{PREFIX}:{found.data.source}" if asked.data == PREFIX else asked.data
+    return replace(found, data=replace(found.data, source=source))
 
 
 def summary(done: Finetuned) -> str:
@@ -115,7 +237,10 @@ def summary(done: Finetuned) -> str:
         lines.append(
             f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({change:+.2f} % perplexity)"
         )
-    lines.append(f"Next: remoe eval {shlex.quote(str(done.run.folder))} --cache {_suggested_cache(done)}")
+    folder = shlex.quote(str(done.run.folder))
+    if done.interrupted:
+        lines.append(f"Go on: remoe finetune --resume --out {folder}")
+    lines.append(f"Next: remoe eval {folder} --cache {_suggested_cache(done)}")
     return "\n".join(lines)
 
 
@@ -124,7 +249,8 @@ def _suggested_cache(done: Finetuned) -> int:
     return min(max(6, facts["top_k"]), facts["n_experts"])
 
 
-def _introduce(run: Run, checkpoint: "Checkpoint", recipe: Recipe, documents: Documents, gates: Sequence[Gate]) -> None:
+def _introduce(job: _Job) -> None:
+    run, checkpoint, gates = job.run, job.checkpoint, job.gates
     trained = sum(p.numel() for gate in gates for p in gate.parameters.values())
     run.note(top_k=gates[0].top_k, n_experts=gates[0].n_experts, moe_layers=len(gates), gate_parameters=trained)
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
@@ -132,25 +258,29 @@ def _introduce(run: Run, checkpoint: "Checkpoint", recipe: Recipe, documents: Do
     note(
         f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, {trained:,} parameters train, the rest is frozen"
     )
-    facts = run.facts
+    facts, source = run.facts, job.documents.source
+    texts = f"what the base writes after prompts from {source}" if is_own(job.recipe.data.source) else source
     note(
-        f"Recipe {recipe.name}, data {documents.source}, {facts['device']}, {facts['dtype']}; the model's balance loss is off"
+        f"Recipe {job.recipe.name}, texts {texts}, {facts['device']}, {facts['dtype']}; the model's balance loss is off"
     )
-    for line in documents.notes:
+    too_long = about_positions(job.recipe.train.sequence, job.model.config, checkpoint.id)
+    for line in [*job.documents.notes, *([too_long] if too_long else [])]:
         note(f"Note: {line}")
 
 
-def _measure(name: str, model, gates, documents: Documents, recipe: Recipe) -> TextMeasures:
-    with progress(f"measure {name}", recipe.evaluate.rows) as bar:
-        return measure_text(
-            model, gates, documents.heldout, recipe.train.sequence, recipe.evaluate.rows,
-            batch=recipe.train.micro_batch, on_batch=bar.update,
-        )  # fmt: skip
+def _measure(name: str, job: _Job) -> TextMeasures:
+    return measure_heldout(f"measure {name}", job.model, job.gates, job.documents.heldout, job.recipe).measures()
 
 
-def _train(model, gates, documents: Documents, recipe: Recipe, run: Run) -> Trained:
-    rows = batches(documents.train, recipe.train.sequence, recipe.train.micro_batch, repeat=True)
-    with open(run.metrics, "w", buffering=1) as stream, progress("train", recipe.train.steps) as bar:
+def _train(job: _Job, texts: Iterable[Document], state: State | None) -> Trained:
+    run, recipe = job.run, job.recipe
+    settings = recipe.train
+    start = state.position if state else BEGIN
+    rows = batches(texts, settings.sequence, settings.micro_batch, repeat=True, start=start)
+    kept = run.metrics.read_text().splitlines() if state and run.metrics.is_file() else []
+    steps = [line for line in kept if state and _step_of(line) <= state.step]
+    atomic.write(run.metrics, "".join(f"{line}\n" for line in steps))
+    with open(run.metrics, "a", buffering=1) as stream, progress("train", settings.steps) as bar:
 
         def on_step(stats: StepStats) -> None:
             stream.write(json.dumps(stats._asdict()) + "\n")
@@ -160,19 +290,27 @@ def _train(model, gates, documents: Documents, recipe: Recipe, run: Run) -> Trai
                 f"lag {stats.lag:.3f}  window {stats.window:.3f}  EOR {stats.eor:.3f}  {stats.tokens_per_s:,.0f} tok/s",
             )
 
-        trained = train(model, gates, rows, recipe, on_step=on_step)
+        trained = train(
+            job.model, job.gates, rows, recipe, on_step=on_step, state=state, save=lambda state: state.save(run.states)
+        )
     for line in trained.notes:
         note(f"Note: {line}")
     return trained
 
 
-def _save(
-    run: Run, checkpoint: "Checkpoint", disk_names: dict[str, str], trained: Trained, recipe: Recipe, status: str
-) -> Delta:
-    gates = {disk_names[name]: tensor for name, tensor in trained.gates.items()}
-    delta = Delta.of(checkpoint, gates, recipe.name, versions())
-    delta.save(run.delta)
-    run.note(status=status, steps=len(trained.steps), changed=delta.changed, notes=trained.notes)
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinity for one that a kill cut off."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _save(job: _Job, trained: Trained, status: str) -> Delta:
+    gates = {job.disk_names[name]: tensor for name, tensor in trained.gates.items()}
+    delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions())
+    delta.save(job.run.delta)
+    job.run.note(status=status, steps=trained.step, changed=delta.changed, notes=trained.notes)
     return delta
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from commands import make_model, make_texts, Remoe
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)  # a red run must be red again
@@ -43,6 +44,24 @@ def folders(tmp_path_factory):
         return made[model_type, dtype]
 
     return folder
+
+
+@pytest.fixture
+def remoe(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    return Remoe(capsys, monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return make_model(tmp_path / "model")
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return make_texts(tmp_path / "texts.jsonl")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,6 +28,18 @@ def slow_terms(p, ref, choice, documents, recipe) -> dict[str, float]:
     return out
 
 
+def slow_cross_entropy(logits, ids, learned, documents) -> tuple[float, int]:
+    """logits [N][V], ids [N], learned [N] lists. The sum over learned tokens that are not a document's first, and how
+    many they are."""
+    losses = [
+        math.log(sum(math.exp(x) for x in logits[before])) - logits[before][ids[now]]
+        for slots in documents
+        for before, now in pairwise(slots)
+        if learned[now]
+    ]
+    return sum(losses), len(losses)
+
+
 def mean_over_layers(layers, value) -> float:
     return sum(value(layer) for layer in layers) / len(layers)
 

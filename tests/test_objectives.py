@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow_losses import slow_terms
+from slow_losses import slow_cross_entropy, slow_terms
 from torch import Tensor
 
 from remoe_cli.families import probabilities
@@ -92,19 +92,21 @@ def test_every_term_equals_its_slow_loop(rows, pad, left, layers, experts, data)
 
 
 @settings(max_examples=30, deadline=None)
-@given(rows=rows_of_documents, seed=st.integers(0, 99))
-def test_cross_entropy_and_overlap_equal_their_slow_loops(rows, seed):
-    document_BT = layout(rows, max(1, max(map(sum, rows)) + 1))
+@given(rows=rows_of_documents, seed=st.integers(0, 99), left=st.booleans(), masked=st.booleans())
+def test_cross_entropy_and_overlap_equal_their_slow_loops(rows, seed, left, masked):
+    document_BT = layout(rows, max(1, max(map(sum, rows)) + 1), left)
     segments, documents = Segments.of(document_BT), slots_of(document_BT)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*document_BT.shape, 7, generator=generator, dtype=torch.float64)
     ids = torch.randint(0, 7, document_BT.shape, generator=generator)
-    flat, tokens = logits.reshape(-1, 7).tolist(), ids.flatten().tolist()
-    slow = 0.0
-    for slots in documents:
-        for before, now in pairwise(slots):
-            slow += math.log(sum(math.exp(x) for x in flat[before])) - flat[before][tokens[now]]
-    assert float(remoe.cross_entropy(logits, ids, segments)) == pytest.approx(slow, abs=1e-9)
+    learned = torch.rand(document_BT.shape, generator=generator) < 0.5 if masked else torch.ones_like(ids).bool()
+    slow, count = slow_cross_entropy(
+        logits.flatten(0, 1).tolist(), ids.flatten().tolist(), learned.flatten().tolist(), documents
+    )
+    given = learned if masked else None
+    assert float(remoe.cross_entropy(logits, ids, segments, given)) == pytest.approx(slow, abs=1e-9)
+    weights = remoe.weights(segments, Objective(), given)
+    assert weights["ce"] == count and weights["reuse"] == weights["smooth"] == sum(len(d) - 1 for d in documents)
 
     choice = random_routing(2, document_BT.numel(), 5, 3, seed).choice_LNK
     shared = [
@@ -114,7 +116,6 @@ def test_cross_entropy_and_overlap_equal_their_slow_loops(rows, seed):
         for before, now in pairwise(slots)
     ]
     assert float(remoe.overlap(choice, segments)) == pytest.approx(sum(shared) / 2, abs=1e-5)
-    assert remoe.weights(segments, Objective())["ce"] == len(shared) / 2
 
 
 @settings(max_examples=60, deadline=None)
@@ -194,6 +195,14 @@ def test_windows_restart_at_each_document_and_drop_the_remainder():
     assert float(remoe.window(logp, segments, 2)) == pytest.approx(5 * math.log(2))
     shifted = float(remoe.window(logp, segments_of(8), 2))
     assert shifted < 7 * math.log(2) - 1e-3
+
+
+def test_masked_cross_entropy_of_equal_logits_is_log_v_a_learned_token():
+    learned = torch.tensor([[True, False, True, True, False, True]])  # a document's first is never predicted
+    segments, ids = Segments.of(torch.tensor([[0, 0, 0, 1, 1, -1]])), torch.zeros(1, 6, dtype=torch.int64)
+    assert float(remoe.cross_entropy(torch.zeros(1, 6, 50), ids, segments, learned)) == pytest.approx(math.log(50))
+    assert remoe.weights(segments, Objective(), learned)["ce"] == 1.0
+    assert remoe.weights(segments, Objective())["ce"] == 3.0
 
 
 def test_uniform_gates_have_zero_distance_and_full_entropy():

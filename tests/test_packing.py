@@ -1,5 +1,7 @@
 """Packing: nothing is lost, nothing crosses a border, and packed logits are those of the documents alone."""
 
+import json
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -10,15 +12,29 @@ from hypothesis import strategies as st
 
 from remoe_cli.errors import DataError, FamilyError
 from remoe_cli.objectives.remoe import Segments
-from remoe_cli.train.packing import Batch, batches, collate, model_inputs, pack, require_packable, single
+from remoe_cli.train.packing import (
+    Batch,
+    batches,
+    collate,
+    Document,
+    model_inputs,
+    pack,
+    Position,
+    require_packable,
+)
 
 documents_of_ids = st.lists(st.lists(st.integers(3, 127), max_size=15), max_size=12)
+
+
+def packed_rows(documents: list[list[int]], tokens: int) -> list[list[list[int]]]:
+    placed = [(Position(document=i), Document(ids)) for i, ids in enumerate(documents)]
+    return [[document.ids for document in row] for row, _ in pack(placed, tokens)]
 
 
 @settings(max_examples=100, deadline=None)
 @given(documents=documents_of_ids, tokens=st.integers(1, 10))
 def test_rows_are_full_and_keep_every_token_in_order(documents, tokens):
-    rows = list(pack(documents, tokens))
+    rows = packed_rows(documents, tokens)
     lengths = [sum(map(len, row)) for row in rows]
     assert all(n == tokens for n in lengths[:-1]) and all(0 < n <= tokens for n in lengths)
     flat = [token for row in rows for document in row for token in document]
@@ -35,7 +51,7 @@ def test_a_border_lies_at_every_documents_end_and_every_rows_end_only(documents,
         ends.add(total)
     ends |= set(range(0, total + 1, tokens))
     found, total = {0}, 0
-    for row in pack(documents, tokens):
+    for row in packed_rows(documents, tokens):
         for document in row:
             total += len(document)
             found.add(total)
@@ -43,7 +59,7 @@ def test_a_border_lies_at_every_documents_end_and_every_rows_end_only(documents,
 
 
 def test_a_long_document_is_cut_and_the_last_row_padded():
-    rows = list(pack([[1, 2], [3, 4, 5, 6, 7], []], 4))
+    rows = packed_rows([[1, 2], [3, 4, 5, 6, 7], []], 4)
     assert rows == [[[1, 2], [3, 4]], [[5, 6, 7]]]
     batch = collate(rows, 4)
     assert batch.ids_BT.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
@@ -54,8 +70,8 @@ def test_a_long_document_is_cut_and_the_last_row_padded():
 
 
 def test_unpacked_rows_hold_one_document_each():
-    assert list(single([[1, 2, 3], [], [4]], 2)) == [[[1, 2]], [[3]], [[4]]]
-    (batch,) = batches([[1, 2, 3], [4]], 2, 8, packed=False)
+    (batch,) = batches([[1, 2, 3], [], [4]], 2, 8, packed=False)
+    assert batch.ids_BT.tolist() == [[1, 2], [3, 0], [4, 0]]
     assert batch.document_BT.tolist() == [[0, 0], [0, -1], [0, -1]]
 
 
@@ -67,6 +83,55 @@ def test_batches_have_fewer_rows_at_the_end_and_repeat_when_told():
     assert torch.cat([b.ids_BT for b in endless]).flatten().tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1]
     numbers = endless[1].document_BT.tolist()[0]
     assert numbers[0] != numbers[1]  # 5, then 1 of the next round: two documents
+
+
+class Skipping:
+    """Texts of which some are left out, as a tokeniser leaves out rows; each keeps its place."""
+
+    def __init__(self, documents: list[Document], left_out: set[int]) -> None:
+        self.documents, self.left_out = documents, left_out
+
+    def numbered(self, start: int = 0):
+        return ((i, self.documents[i]) for i in range(start, len(self.documents)) if i not in self.left_out)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    documents=documents_of_ids.filter(lambda found: any(found)),
+    masked=st.booleans(),
+    tokens=st.integers(1, 10),
+    rows=st.integers(1, 3),
+    packed=st.booleans(),
+    repeat=st.booleans(),
+    data=st.data(),
+)
+def test_batches_go_on_from_any_batch_as_if_never_stopped(documents, masked, tokens, rows, packed, repeat, data):
+    texts = [Document(ids, [id % 2 == 0 for id in ids] if masked else None) for ids in documents]
+    full = [i for i, ids in enumerate(documents) if ids]
+    left_out = data.draw(st.sets(st.sampled_from(full), max_size=len(full) - 1)) if len(full) > 1 else set()
+    for source in (Skipping(texts, left_out), texts):
+        make = partial(batches, source, tokens, rows, packed=packed, repeat=repeat)
+        whole = list(islice(make(), 12))  # several rounds, where they repeat
+        for k, batch in enumerate(whole):
+            place = Position(*json.loads(json.dumps(batch.next)))
+            rest = list(islice(make(start=place), 11 - k))
+            assert len(rest) == len(whole) - k - 1
+            for got, expected in zip(rest, whole[k + 1 :], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(got[:3], expected[:3], strict=True))
+                assert got.next == expected.next
+
+
+def test_a_place_counts_rounds_documents_and_tokens():
+    places = [batch.next for batch in islice(batches([[1, 2, 3], [4, 5]], 2, 1, repeat=True), 5)]
+    assert places == [(0, 0, 2), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 2, 0)]
+
+
+def test_masks_are_cut_and_padded_like_their_ids():
+    texts = [Document([1, 2, 3], [False, True, True]), [4, 5]]
+    (batch,) = batches(texts, 4, 2)
+    assert batch.ids_BT.tolist() == [[1, 2, 3, 4], [5, 0, 0, 0]]
+    assert batch.learned_BT.tolist() == [[False, True, True, True], [True, False, False, False]]
+    assert collate([texts], 6, left=True).learned_BT.tolist() == [[False, False, True, True, True, True]]
 
 
 @pytest.mark.parametrize("repeat", [False, True])
@@ -124,9 +189,9 @@ def test_packed_logits_equal_the_logits_of_the_documents_alone(model):
 def test_left_padding_and_rows_of_one_document_change_no_logit(model):
     (right,) = batches(documents_of(9, 4), 12, 2, packed=False)
     assert_packed_equals_alone(model, right)
-    shift = [3, 8]
-    rolled = [torch.stack([row.roll(n) for row, n in zip(t, shift, strict=True)]) for t in right]
-    assert_packed_equals_alone(model, Batch(*rolled))
+    left = collate([[ids] for ids in documents_of(9, 4)], 12, left=True)
+    assert left.document_BT[:, 0].tolist() == [-1, -1] and left.document_BT[:, -1].tolist() == [0, 0]
+    assert_packed_equals_alone(model, left)
 
 
 @pytest.mark.parametrize("model", [("gpt_oss", "eager")], indirect=True, ids="-".join)

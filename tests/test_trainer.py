@@ -1,6 +1,7 @@
 """The training loop: what it teaches, what it must not touch, and how it ends."""
 
 import copy
+import math
 from itertools import islice, repeat
 
 import pytest
@@ -12,7 +13,7 @@ from remoe_cli.families import find_gates
 from remoe_cli.objectives.remoe import cross_entropy, Segments
 from remoe_cli.recipe import Objective
 from remoe_cli.train.masters import Masters
-from remoe_cli.train.packing import Batch, batches, collate, model_inputs
+from remoe_cli.train.packing import Batch, batches, collate, Document, model_inputs
 from remoe_cli.train.trainer import _Loop, train
 
 # --- what changes and what does not -----------------------------------------------------------------------------------
@@ -76,17 +77,43 @@ def test_micro_batch_size_changes_nothing(model_type):
     assert_same(first.gates, second.gates, atol=1e-6, rtol=0)
 
 
-def test_packing_and_padding_change_nothing():
-    documents, recipe, model = documents_of(20, 7, 1, 30), recipe_of(), load("gpt_oss")
-    packed = [collate([[*documents]], 58)]
-    alone = list(batches(documents, 30, 1, packed=False))
-    padded = [collate([[*documents[:2]], [*documents[2:]]], 40)]
-    left = [Batch(*(torch.stack([row.roll(n) for row, n in zip(t, (13, 9), strict=True)]) for t in padded[0]))]
-    stats, grad = step_gradients(model, packed, recipe)
-    for other in (alone, padded, left):
-        other_stats, other_grad = step_gradients(model, other, recipe)
-        assert other_stats == pytest.approx(stats, rel=1e-5, abs=1e-6)
-        assert_same(grad, other_grad, atol=1e-6, rtol=1e-3)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("model_type", tiny_models.MODEL_TYPES)
+def test_packing_and_padding_change_nothing(model_type, masked):
+    lengths = (20, 7, 1, 30, 2)  # one token alone, and less than the largest lag
+    texts = [Document(ids, [id % 3 == 0 for id in ids] if masked else None) for ids in documents_of(*lengths)]
+    forms = {
+        "packed": [collate([texts], 60)],
+        "single": list(batches(texts, 30, 1, packed=False)),
+        "right": [collate([[text] for text in texts], 37)],
+        "left": [collate([[text] for text in texts], 37, left=True)],
+        "left, packed": [collate([texts[:2], texts[2:]], 40, left=True)],
+    }
+    model, recipe = load(model_type), recipe_of(Objective(scale=5.0), steps=1)
+    stats, grads = step_gradients(model, forms.pop("packed"), recipe)
+    assert all(math.isfinite(value) for value in stats.values()) and stats["eor"] > 0.0 < stats["lag"]
+    for form, micro in forms.items():
+        other_stats, other_grads = step_gradients(model, micro, recipe)
+        assert other_stats == pytest.approx(stats, rel=1e-5, abs=1e-6), form
+        assert_same(grads, other_grads, atol=1e-5, rtol=1e-5)
+
+
+def test_a_micro_batch_without_a_learned_token_only_adds_to_the_other_terms():
+    ids = documents_of(20, 12, 30)
+    masks = [[False] * 20, [True] * 12, [id % 2 == 0 for id in ids[2]]]
+    texts = [Document(*text) for text in zip(ids, masks, strict=True)]
+    together, apart = [collate([[text] for text in texts], 30)], [collate([[text]], 30) for text in texts]
+    model, recipe = load("mixtral"), recipe_of()
+    stats, grads = step_gradients(model, together, recipe)
+    other_stats, other_grads = step_gradients(model, apart, recipe)
+    assert other_stats == pytest.approx(stats, rel=1e-6, abs=1e-6)
+    assert_same(grads, other_grads, atol=1e-6, rtol=1e-4)
+    unmasked, _ = step_gradients(model, [collate([[one] for one in ids], 30)], recipe)
+    assert {name for name in TERMS if stats[name] != pytest.approx(unmasked[name], rel=1e-9)} == {"ce"}
+    learned, _ = step_gradients(model, apart[1:], recipe)
+    assert learned["ce"] == pytest.approx(stats["ce"], rel=1e-6) and learned["eor"] != stats["eor"]
+    alone, _ = step_gradients(model, apart[:1], recipe)
+    assert alone["ce"] == 0.0 < alone["reuse"]
 
 
 def test_terms_are_unweighted_means_and_the_loss_their_weighted_sum():

@@ -1,7 +1,7 @@
 """Objectives: what a gate is taught, as pure functions of routing. A new one is one file here and one line below.
 
 An objective is a module with these three functions (`remoe` is the model to copy):
-- `weights(segments, settings) -> {term: weight}`: how many tokens or pairs a micro-batch brings to each term.
+- `weights(segments, settings, learned_BT) -> {term: weight}`: how many tokens or pairs a micro-batch brings to each term.
 - `terms(settings) -> {term: function(routing, segments) -> sum}`: each sum divided by its weight is the term's mean;
   sums and weights of micro-batches add up, so that splitting a batch changes nothing.
 - `scales(settings, step, steps) -> {term: factor}`: the factor of each term's mean in the loss at this step.

@@ -64,10 +64,11 @@ def log_probabilities(logits_NE: Tensor) -> Tensor:
     return F.log_softmax(logits_NE, -1, dtype=torch.promote_types(logits_NE.dtype, torch.float32))
 
 
-def cross_entropy(logits_BTV: Tensor, ids_BT: Tensor, segments: Segments) -> Tensor:
-    """Sum of -log p over every token that follows another one of its document; a document's first is not predicted."""
+def cross_entropy(logits_BTV: Tensor, ids_BT: Tensor, segments: Segments, learned_BT: Tensor | None = None) -> Tensor:
+    """Sum of -log p over every learned token that follows another one of its document; a document's first is not
+    predicted. learned_BT: bool, True where a token is a target; None: all are."""
     dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
-    target_N = ids_BT.flatten()[1:].masked_fill(~segments.pairs(1), -100)
+    target_N = ids_BT.flatten()[1:].masked_fill(~_targets(segments, learned_BT), -100)
     return F.cross_entropy(logits_BTV.flatten(0, 1)[:-1].to(dtype), target_N, ignore_index=-100, reduction="sum")
 
 
@@ -130,19 +131,26 @@ def overlap(choice_LNK: Tensor, segments: Segments) -> Tensor:
     return (shared_LNK.double().mean(-1).mean(0) * segments.pairs(1)).sum()
 
 
-def weights(segments: Segments, settings: Objective) -> dict[str, float]:
-    """What a micro-batch brings to each term: tokens for trust, else pairs of the documents long enough for it."""
+def weights(segments: Segments, settings: Objective, learned_BT: Tensor | None = None) -> dict[str, float]:
+    """What a micro-batch brings to each term: learned tokens for ce, all tokens for trust, else pairs of the documents
+    long enough for it."""
     length_S = segments.length_S
     pairs_S = (length_S - 1).double()
     pairs = float(pairs_S.sum())
     return {
-        "ce": pairs,
+        "ce": float(_targets(segments, learned_BT).sum()),
         "trust": float(length_S.sum()),
         "reuse": pairs,
         "smooth": pairs,
         "lag": pairs,
         "window": float(pairs_S[length_S >= settings.window_tokens].sum()),
     }
+
+
+def _targets(segments: Segments, learned_BT: Tensor | None) -> Tensor:
+    """[N - 1] bool: slot n + 1 is predicted, from slot n."""
+    pair_N = segments.pairs(1)
+    return pair_N if learned_BT is None else pair_N & learned_BT.flatten()[1:]
 
 
 def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:

@@ -1,16 +1,23 @@
 """What a row of a data set says: plain text or turns of a conversation, whatever its fields are called."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-PROMPTS = ("prompt", "instruction", "question")
-ANSWERS = ("completion", "response", "output", "answer")
+PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
+ANSWERS = ("completion", "response", "output", "answer", "solution")
+CONTINUATION = ("prompt", "canonical_solution")  # code and how it goes on: one text, no roles
 TEXTS = ("text", "content")
-READABLE = "text, messages, conversations, prompt + completion or response, instruction + output, question + answer"
+QUESTIONS = ("turns", *PROMPTS)
+READABLE = (
+    "text, messages, conversations, turns, prompt (alone, or + completion or response), instruction + output, "
+    "question + answer"
+)
 
 # ShareGPT and its kin write other words for the three roles of a chat template.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+
+Row = Mapping[str, Any]
 
 
 class Turn(NamedTuple):
@@ -20,47 +27,88 @@ class Turn(NamedTuple):
     text: str
 
 
+Said = str | list[Turn]
+
+
 class Shape(NamedTuple):
-    """Which fields hold what. kind: "text", "turns" or "pair"."""
+    """Which fields hold what. kind: "text", "continuation", "turns", "pair" or "questions"."""
 
     kind: str
     fields: tuple[str, ...]
 
     def __str__(self) -> str:
-        return " + ".join(self.fields)
+        first, last = self.fields[0], self.fields[-1]
+        return {
+            "text": f"{first} as plain text",
+            "continuation": f"{first} and {last} joined as plain text",
+            "turns": f"{first} as turns",
+            "pair": f"{first} as user, {last} as assistant",
+            "questions": f"{first} as user, without answers",
+        }[self.kind]
+
+    @property
+    def plain(self) -> bool:
+        """No turns in it."""
+        return self.kind in ("text", "continuation")
 
 
-def detect(fields: Iterable[str], format: str) -> Shape | None:
-    """The shape that a row with these fields has; None when there is no text in it.
+def detect(row: Row, format: str) -> Shape | None:
+    """The shape of a row with these fields; None when there is no text in it.
 
-    With several candidates a conversation wins over a pair and a pair over text; for the format "raw" text wins.
+    With several candidates a conversation wins over a pair, a pair over text, text over questions alone; for the format
+    "raw" text wins.
     """
-    present = set(fields)
-    found = [Shape("turns", (name,)) for name in CONVERSATIONS if name in present]
-    pair = [next((name for name in names if name in present), None) for names in (PROMPTS, ANSWERS)]
+    pair = [next((name for name in names if name in row), None) for names in (PROMPTS, ANSWERS)]
+    texts = [Shape("text", (name,)) for name in TEXTS if name in row]
+    found = [Shape("turns", (name,)) for name in CONVERSATIONS if name in row]
     if pair[0] and pair[1]:
         found.append(Shape("pair", (pair[0], pair[1])))
-    texts = [Shape("text", (name,)) for name in TEXTS if name in present]
-    ordered = [*texts, *found] if format == "raw" else [*found, *texts]
+    if all(name in row for name in CONTINUATION):
+        found.append(Shape("continuation", CONTINUATION))
+    questions = [Shape("questions", (name,)) for name in QUESTIONS if name in row]
+    ordered = [*texts, *found, *questions] if format == "raw" else [*found, *texts, *questions]
     return ordered[0] if ordered else None
 
 
-def read(row: Mapping[str, Any], shape: Shape) -> str | list[Turn]:
+def read(row: Row, shape: Shape) -> Said:
     """Text as it is, or turns; "" or [] when the row is empty. Raises ValueError when a field holds something else."""
-    if shape.kind == "text":
-        return _text(row.get(shape.fields[0]), shape.fields[0])
+    values = [row.get(name) for name in shape.fields]
+    if shape.plain:
+        return "".join(_text(value, name) for value, name in zip(values, shape.fields, strict=True))
     if shape.kind == "turns":
-        return _turns(row.get(shape.fields[0]), shape.fields[0])
-    prompt, answer = (row.get(name) for name in shape.fields)
+        return _turns(values[0], shape.fields[0])
+    if shape.kind == "questions":
+        return _questions(values[0], shape.fields[0])
+    prompt, answer = values
     if isinstance(prompt, list) or isinstance(answer, list):  # the conversational form of prompt + completion
         return _turns(prompt, shape.fields[0]) + _turns(answer, shape.fields[1])
-    asked, answered = _text(prompt, shape.fields[0]), _text(answer, shape.fields[1])
+    return _pair(row, shape)
+
+
+def _pair(row: Row, shape: Shape) -> list[Turn]:
+    (asking, answering), choices = shape.fields, row.get("choices")
+    asked, answer = _text(row.get(asking), asking), row.get(answering)
+    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
+        lettered = [f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(choices)]
+        asked = "\n".join([asked, *lettered])
+        if type(answer) is int and 0 <= answer < len(lettered):
+            answer = lettered[answer]
+    answered = _text(answer, answering)
     if not asked.strip() or not answered.strip():
         return []
-    if more := _text(row.get("input"), "input").strip():
+    more = _text(row.get("input"), "input").strip()
+    if more and asking != "input":
         asked = f"{asked}\n\n{more}"
     system = _text(row.get("system_prompt") or row.get("system"), "system").strip()
     return [*([Turn("system", system)] if system else []), Turn("user", asked), Turn("assistant", answered)]
+
+
+def _questions(value: Any, field: str) -> list[Turn]:
+    """value: one question, a list of them, or turns."""
+    asked = [value] if isinstance(value, str) else value
+    if isinstance(asked, list) and all(isinstance(one, str) for one in asked):
+        return [Turn("user", one) for one in asked if one.strip()]
+    return _turns(value, field)
 
 
 def _turns(value: Any, field: str) -> list[Turn]:

@@ -1,4 +1,4 @@
-"""From text to token ids: a tokenizer that is checked at load, one BOS, one EOS."""
+"""The checkpoint's tokenizer, checked at load: text survives it, and the model embeds all that it says."""
 
 import unicodedata
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 from remoe_cli.errors import CheckpointError, DataError
 from remoe_cli.hub.checkpoint import Checkpoint
-from remoe_cli.train.rows import Turn
 
 # What a broken tokenizer loses first (transformers#44779, #45488: spaces).
 _SAMPLES = ("hello world", "two  spaces", "one line\nand another", "你好 世界")
@@ -22,6 +21,13 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(checkpoint.folder)
+    if not any(
+        file.name.startswith(("tokenizer", "vocab", "spiece")) or file.suffix in (".model", ".tiktoken")
+        for file in folder.iterdir()
+    ):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer file.", f"copy the tokenizer's files beside {folder}/config.json"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         check(tokenizer)
@@ -66,64 +72,22 @@ def check(tokenizer: Any) -> list[str]:
     return notes
 
 
-class Encoder:
-    """Texts and turns to ids, each document with one BOS (if the tokenizer adds one) and one EOS (if it has one)."""
+def check_vocabulary(tokenizer: Any, vocab_size: int, name: str) -> None:
+    """Raises CheckpointError when the tokenizer has ids for which the model `name` has no embedding."""
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"the tokenizer of {name} has ids up to {highest}, and the model embeds only those below {vocab_size}.",
+            f"grep vocab_size {tokenizer.name_or_path}/config.json",
+        )
 
-    def __init__(self, tokenizer: Any, format: str) -> None:
-        """format: "prefix" ("User: ...\\nAssistant: ..."), "chat" (the chat template) or "raw" (turns joined).
 
-        Raises DataError for "chat" without a template.
-        """
-        self._tokenizer, self._format = tokenizer, format
-        if format == "chat" and not tokenizer.chat_template:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path} has no chat template; data.format may be prefix or raw.",
-                "the same command with --set data.format=prefix",
-            )
-        begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self._bos = begin if begin is not None and tokenizer("a")["input_ids"][:1] == [begin] else None
-        self._eos = end
-
-    def __call__(self, said: str | list[Turn]) -> list[int]:
-        """Token ids of one document; [] when it says nothing. Raises ValueError when the template refuses the turns."""
-        text = self._text(said)
-        if not text.strip():
-            return []
-        ids = list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-        return self._closed(self._opened(ids))
-
-    def _text(self, said: str | list[Turn]) -> str:
-        if isinstance(said, str):
-            if self._format == "chat":
-                raise ValueError("plain text has no turns for a chat template")
-            return said
-        if not said:
-            return ""
-        if self._format == "chat":
-            turns = [{"role": turn.role, "content": turn.text} for turn in said]
-            try:
-                return self._tokenizer.apply_chat_template(turns, tokenize=False)
-            except Exception as error:  # a template may raise what it likes
-                raise ValueError(f"the chat template refuses the turns ({error})") from error
-        if self._format == "prefix":
-            return "\n".join(f"{turn.role.capitalize()}: {turn.text}" for turn in said)
-        return "\n\n".join(turn.text for turn in said)
-
-    def _opened(self, ids: list[int]) -> list[int]:
-        if self._bos is None:
-            return ids
-        start = 0
-        while start < len(ids) and ids[start] == self._bos:
-            start += 1
-        return [self._bos, *ids[start:]]
-
-    def _closed(self, ids: list[int]) -> list[int]:
-        if self._eos is None:
-            return ids
-        last = max((i for i, token in enumerate(ids) if token == self._eos), default=-1)
-        if last >= 0 and not self._tokenizer.decode(ids[last + 1 :]).strip():  # a template's EOS and newline
-            ids = ids[:last]
-        return [*ids, self._eos]
+def about_positions(sequence: int, config: Any, name: str) -> str | None:
+    """A note when rows of `sequence` tokens are longer than what the model `name` was made for; config: its own."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None or sequence <= most:
+        return None
+    return f"train.sequence {sequence} is longer than the {most} positions that {name} was made for"
 
 
 def _folded(text: str) -> str:

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple, TYPE_CHECKING
 
@@ -20,14 +20,15 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
-from remoe_cli.errors import DataError, TrainingError
+from remoe_cli.errors import DataError, RemoeError, TrainingError
 from remoe_cli.families import FAMILIES, Gate, RouterTap
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives import OBJECTIVES
 from remoe_cli.objectives.remoe import cross_entropy, log_probabilities, overlap, ramp, Routing, Segments
 from remoe_cli.recipe import Recipe, Train
 from remoe_cli.train.masters import Masters
-from remoe_cli.train.packing import Batch, model_inputs, require_packable
+from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
+from remoe_cli.train.state import RANDOM, State
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,20 +58,26 @@ class StepStats(NamedTuple):
 @dataclass
 class Trained:
     """What training leaves behind. gates: in-memory parameter name -> master (fp32, CPU); the model holds the same, in
-    its own dtype. steps: one a completed step; interrupted: Ctrl-C ended the run; notes: for the run's summary."""
+    its own dtype. step: completed steps, those before a resume included; steps: one a step of this call; interrupted:
+    Ctrl-C ended the run; notes: for the run's summary."""
 
     gates: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
     steps: list[StepStats] = field(default_factory=list)
     interrupted: bool = False
     notes: list[str] = field(default_factory=list)
 
 
-class Diverged(TrainingError):
-    """A loss or gradient that is not finite. `trained` holds the last gates whose loss and gradient were finite."""
+class Stopped(TrainingError):
+    """Training that could not go on. `trained` holds the gates of the last completed step."""
 
     def __init__(self, message: str, hint: str, trained: Trained) -> None:
         super().__init__(message, hint)
         self.trained = trained
+
+
+class Diverged(Stopped):
+    """A loss or gradient that is not finite. `trained` holds the last gates whose loss and gradient were finite."""
 
 
 def train(
@@ -80,57 +87,90 @@ def train(
     recipe: Recipe,
     *,
     on_step: Callable[[StepStats], None] | None = None,
+    state: State | None = None,
+    save: Callable[[State], None] | None = None,
 ) -> Trained:
     """Tunes the gates of a loaded causal LM in place, on the device and in the dtype where it is.
 
-    batches: micro-batches, `accumulation` of them a step; when they run out early, the run ends with a note. on_step is
-    called after each step's update. The model is left in eval mode, with gradients required of its gates only and its
-    balance loss at 0. Ctrl-C ends the run after the last completed step. Raises Diverged when a loss or gradient is
-    not finite, DataError when there is no batch at all.
+    batches: micro-batches, `accumulation` of them a step, from the state's position on; when they run out early, the
+    run ends with a note. on_step is called after each step's update, save every train.save_seconds and when training
+    ends before its last step. state: where an earlier call came to; the gates then end as if it had not stopped.
+    The model is left in eval mode, with gradients required of its gates only and its balance loss at 0. Ctrl-C ends
+    the run after the last completed step. Raises Diverged when a loss or gradient is not finite, Stopped for whatever
+    else ends it (out of memory, a full disk), DataError when there is no batch at all.
     """
     settings = recipe.train
     torch.manual_seed(settings.seed)
-    notes = _prepare(model, gates)
+    trained = Trained(notes=_prepare(model, gates))
     loop = _Loop(model, list(gates), recipe)
-    trained = Trained(notes=notes)
-    proven = completed = loop.masters.snapshot()
+    done = loop.begin(state)
     stream = iter(batches)
-    start = time.perf_counter()
+    start, saved = time.perf_counter() - done.elapsed, time.monotonic()
     try:
         with _checkpointed(model, settings.checkpointing):
-            for step in range(1, settings.steps + 1):
+            for step in range(done.step + 1, settings.steps + 1):
                 began = time.perf_counter()
                 micro = list(islice(stream, settings.accumulation))
                 if not micro:
                     break
                 measured = loop.gradients(micro, step)
                 if not (math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"])):
-                    loop.masters.restore(proven)
-                    trained.gates = _on_cpu(proven)
+                    done = replace(done, tensors={f"master/{n}": t for n, t in done.part("proven").items()})
                     raise Diverged(
                         f"step {step}: the loss ({measured['loss']:.4g}) or its gradient ({measured['grad_norm']:.4g}) "
                         "is not finite; the last good gates are kept.",
                         f"remoe finetune MODEL --set train.lr={settings.lr / 10:g}",
                         trained,
                     )
-                proven = completed
                 lr = loop.update(step)
-                completed = loop.masters.snapshot()
                 now = time.perf_counter()
+                done = loop.state(step, micro[-1].next, now - start, proven=done.part("master"))
                 tokens = int(measured.pop("tokens"))
-                timing = {"tokens_per_s": tokens / (now - began), "elapsed": now - start}
+                timing = {"tokens_per_s": tokens / (now - began), "elapsed": done.elapsed}
                 trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, **timing, **measured))
                 if on_step:
                     on_step(trained.steps[-1])
+                if save and step < settings.steps and time.monotonic() - saved >= settings.save_seconds:
+                    save(done)
+                    saved = time.monotonic()
     except KeyboardInterrupt:
         trained.interrupted = True
-        loop.masters.restore(completed)
-    if not trained.steps and not trained.interrupted:
+        _last_save(save, done)
+    except Diverged:
+        raise
+    except Exception as error:
+        _last_save(save, done)
+        raise _stopped(error, done.step + 1, trained) from error
+    finally:
+        loop.masters.restore(done.part("master"))
+        trained.gates = {name: tensor.cpu() for name, tensor in done.part("master").items()}
+        trained.step = done.step
+    if not done.step and not trained.interrupted:
         raise DataError("the texts hold no batch to train on.", "remoe finetune MODEL --data FILE.jsonl")
-    if len(trained.steps) < settings.steps and not trained.interrupted:
-        trained.notes.append(f"the texts ended after step {len(trained.steps)} of {settings.steps}")
-    trained.gates = _on_cpu(completed)
+    if done.step < settings.steps and not trained.interrupted:
+        trained.notes.append(f"the texts ended after step {done.step} of {settings.steps}")
     return trained
+
+
+def _last_save(save: Callable[[State], None] | None, done: State) -> None:
+    """Where training ends early; an older state serves as well where this one finds no room."""
+    if save and done.step:
+        with suppress(RemoeError):
+            save(done)
+
+
+def _stopped(error: Exception, step: int, trained: Trained) -> Stopped:
+    """What ended training, in one line. The states saved before it stay."""
+    kept = f"the gates of step {step - 1} are kept"
+    if isinstance(error, RemoeError):
+        return Stopped(f"step {step}: {error.message} ({kept}.)", error.hint, trained)
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        smaller = "--set train.micro_batch=1 --set train.checkpointing=true (and a smaller train.sequence)"
+        return Stopped(f"step {step}: out of memory; {kept}.", f"the same command with {smaller}", trained)
+    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, OSError):
+        return Stopped(f"step {step}: {reason}; {kept}.", "the same command with --resume once that is mended", trained)
+    return Stopped(f"step {step}: {type(error).__name__}: {reason}; {kept}.", "the same command with --resume", trained)
 
 
 class _Loop:
@@ -145,11 +185,36 @@ class _Loop:
         self.base = [tuple(base[name] for name in gate.names) for gate in gates]
         self.optimiser = _optimiser(list(self.masters.tensors.values()), recipe.train)
 
+    def begin(self, state: State | None) -> State:
+        """Takes up an earlier call's state; without one the base gates are where training starts."""
+        if state is None:
+            return self.state(0, BEGIN, 0.0, proven=self.masters.snapshot())
+        self.masters.restore(state.part("master"))
+        groups = self.optimiser.state_dict()["param_groups"]
+        moments = {key.partition("/")[0] for key in state.tensors} - {"master", "proven", RANDOM}
+        parts = {moment: state.part(moment) for moment in moments}
+        each = {i: {m: parts[m][name] for m in moments} for i, name in enumerate(self.masters.tensors)}
+        self.optimiser.load_state_dict({"state": each if moments else {}, "param_groups": groups})
+        torch.set_rng_state(state.tensors[RANDOM])
+        return state
+
+    def state(self, step: int, position: Position, elapsed: float, proven: dict[str, Tensor]) -> State:
+        """A copy of all that the next step depends on. proven: the gates before the last update."""
+        tensors = {f"master/{name}": tensor for name, tensor in self.masters.snapshot().items()}
+        tensors |= {f"proven/{name}": tensor for name, tensor in proven.items()}
+        for name, master in self.masters.tensors.items():
+            moments = self.optimiser.state.get(master, {})
+            tensors |= {f"{moment}/{name}": value.detach().clone() for moment, value in moments.items()}
+        return State(step, position, elapsed, {**tensors, RANDOM: torch.get_rng_state()})
+
     def gradients(self, micro: list[Batch], step: int) -> dict[str, float]:
         """Leaves the step's gradient in the masters; returns its loss, unweighted terms, eor, grad_norm and tokens."""
         self.masters.clear()
         segments = [Segments.of(batch.document_BT) for batch in micro]  # on the CPU: they decide shapes and weights
-        parts = [self.objective.weights(part, self.recipe.objective) for part in segments]
+        parts = [
+            self.objective.weights(part, self.recipe.objective, batch.learned_BT)
+            for batch, part in zip(micro, segments, strict=True)
+        ]
         weights = {name: sum(part[name] for part in parts) for name in parts[0]}
         scales = {"ce": 1.0, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
         measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
@@ -181,6 +246,7 @@ class _Loop:
             require_packable(self.model)
         inputs = model_inputs(self.model, batch, segments)
         segments = segments.to(self.model.device)
+        learned_BT = None if batch.learned_BT is None else batch.learned_BT.to(self.model.device)
         with RouterTap(self.gates) as tap:
             logits_BTV = self.model(**inputs).logits
             routing = self._routing(tap.take())
@@ -189,7 +255,7 @@ class _Loop:
         for name, scale in scales.items():
             with torch.set_grad_enabled(scale != 0):  # a term of scale 0 is only reported
                 if name == "ce":
-                    value = cross_entropy(logits_BTV, inputs["input_ids"], segments)
+                    value = cross_entropy(logits_BTV, inputs["input_ids"], segments, learned_BT)
                 else:
                     value = self.terms[name](routing, segments)
                 value = value / (weights[name] or 1.0)  # nothing to average: the sum is 0 too
@@ -197,7 +263,7 @@ class _Loop:
             shares.append(value.detach().double())
         loss.backward()
         self.masters.accumulate()
-        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["ce"] or 1.0))
+        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["reuse"] or 1.0))
         return torch.stack(shares)
 
     def _routing(self, routed: list[Routed]) -> Routing:
@@ -267,7 +333,3 @@ def _checkpointed(model: "PreTrainedModel", on: bool) -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             model.gradient_checkpointing_disable()
-
-
-def _on_cpu(snapshot: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.cpu() for name, tensor in snapshot.items()}
