@@ -15,11 +15,12 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-gpu lint format checkpoint clean help
+.PHONY: demo test test-faults test-gpu lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
 	@echo "make test    set up, then lint, types and the test suite"
+	@echo "make test-faults   every fault, kill -9 and Ctrl-C; make test runs three of each kind"
 	@echo "make format  rewrite the sources in the project's style"
 
 demo: $(READY)
@@ -30,6 +31,10 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=10 $(TESTS)
+
+# every fault of the Hub, kill -9 and Ctrl-C; `make test` runs three of each kind, by a fixed seed
+test-faults: $(READY)
+	REMOE_FAULTS=all $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=5 tests/test_faults_*.py
 
 # only what needs a CUDA device; skipped tests are listed
 test-gpu: $(READY)
@@ -56,4 +61,4 @@ $(READY): pyproject.toml
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist runs demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist runs demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,33 +16,29 @@ def page() -> str:
         "3 `--fail-on-regress`, 130 Ctrl-C.",
         "",
     ]
-    for name, command in root.commands.items():
-        lines += [
-            f"## remoe {name}",
-            "",
-            *(command.help or "").split("\n"),
-            "",
-            "| argument or option | meaning | default |",
-            "|---|---|---|",
-        ]
-        for parameter in command.params:
-            if parameter.name == "help":
-                continue
-            is_option = parameter.param_type_name == "option"
-            shown = (
-                ", ".join(f"`{o}`" for o in [*parameter.opts, *parameter.secondary_opts])
-                if is_option
-                else f"`{parameter.name.upper()}`"
-            )
-            default = (
-                parameter.default
-                if parameter.default not in (None, False, ()) and not callable(parameter.default)
-                else ""
-            )
-            required = "required" if parameter.required else default
-            lines.append(f"| {shown} | {getattr(parameter, 'help', '') or ''} | {required} |")
-        lines.append("")
+    for name, command in _every(root):
+        lines += [f"## remoe {name}", "", *(command.help or "").split("\n"), ""]
+        rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+        lines += ["| argument or option | meaning | default |", "|---|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)
+
+
+def _every(group, prefix: str = "") -> list:
+    """(words after `remoe`, command), those of groups too."""
+    found = []
+    for name, command in group.commands.items():
+        found.append((prefix + name, command))
+        if hasattr(command, "commands"):
+            found += _every(command, f"{prefix}{name} ")
+    return found
+
+
+def _row(parameter) -> str:
+    names = [f"`{option}`" for option in [*parameter.opts, *parameter.secondary_opts]]
+    shown = ", ".join(names) if parameter.param_type_name == "option" else f"`{parameter.name.upper()}`"
+    plain = parameter.default not in (None, False, ()) and not callable(parameter.default)
+    default = "required" if parameter.required else parameter.default if plain else ""
+    return f"| {shown} | {getattr(parameter, 'help', '') or ''} | {default} |"
 
 
 if __name__ == "__main__":

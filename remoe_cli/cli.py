@@ -39,25 +39,43 @@ def root(
 
 @app.command()
 def finetune(
-    model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
-    recipe: Annotated[str, typer.Option(help="Recipe name (`remoe recipes` lists them) or YAML file.")] = "remoe",
-    data: Annotated[Optional[str], typer.Option(help="`demo`, FILE.jsonl, FILE.txt, or a Hub dataset id.")] = None,  # noqa: UP045
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(help="Hub id (with @revision), local folder, or `demo`; may be left out with --resume."),
+    ] = None,
+    recipe: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Recipe name (`remoe recipes` lists them) or YAML file.", show_default="remoe"),
+    ] = None,
+    data: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="`demo`, a file, a folder, a Hub data set, or `self`: what the base itself writes."),
+    ] = None,
     steps: Annotated[Optional[int], typer.Option(help="Optimiser steps; warm-ups scale with them.")] = None,  # noqa: UP045
     out: Annotated[Optional[Path], typer.Option(help="Run folder; by default runs/<time>-<model>-<recipe>.")] = None,  # noqa: UP045
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of the recipe; repeatable.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the latest unfinished run; start one where there is none.")
+    ] = False,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Train the router gates of MODEL, everything else frozen; writes a run folder with the delta.
 
-    Ctrl-C saves the gates so far and exits with 130.
+    Ctrl-C saves the gates so far and exits with 130; after that, or after a crash, --resume goes on.
     """
-    from remoe_cli import finetune as verb
     from remoe_cli.console import data as print_data
+    from remoe_cli.console import note
 
-    done = verb.finetune(model, recipe=recipe, data=data, steps=steps, out=out, overrides=set_ or [], device=device)
+    if model is None and not resume:
+        raise UsageError("finetune needs a MODEL, or --resume.", "remoe finetune demo")
+    note("Loading torch and transformers")
+    from remoe_cli import finetune as verb
+
+    asked = verb.Asked(recipe, data, steps, tuple(set_ or ()))
+    done = verb.finetune(model, asked, out=out, device=device, resume=resume)
     if as_json:
         print_data(json.dumps(verb.as_json(done)))
     else:
@@ -72,6 +90,18 @@ def evaluate(
     cache: Annotated[str, typer.Option(help="Expert slots a layer, such as 6 or 6,8,12.")] = "6",
     control: Annotated[str | None, typer.Option(help="A second run to show beside it, such as a ce-only one.")] = None,
     policy: Annotated[str, typer.Option(help="Cache policies to simulate.")] = "lru,lfu,fifo,belady",
+    seeds: Annotated[int, typer.Option(metavar="N", help="Disjoint draws of held-out requests and rows.")] = 1,
+    domain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]SOURCE",
+            help="Another kind of text to measure on (as --data of finetune); repeatable. The demo shows its own two.",
+        ),
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Where the base lies, if not where the run found it.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="evaluate.key=value, in place of the run's; repeatable.")
+    ] = None,
     measure: Annotated[bool, typer.Option(help="Time the offloaded decoder as well.")] = True,
     threads: Annotated[Optional[int], typer.Option(help="Compute threads of the measured decoder.")] = None,  # noqa: UP045
     fail_on_regress: Annotated[
@@ -83,26 +113,34 @@ def evaluate(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Base, tuned and control side by side: quality, overlap, cache hits, and time measured on this machine."""
+    """Base, tuned and control side by side: quality, overlap, cache hits, and time measured on this machine.
+
+    Changes against the base carry 95 % intervals over the same requests. A former report of other conditions stays beside
+    the new one.
+    """
     from remoe_cli import evaluate as verb
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
+    from remoe_cli.report.regressions import regressions
     from remoe_cli.report.renderers import RENDERERS
 
     report = verb.evaluate(
         run,
         _numbers(cache),
         control=control,
-        policies=policy.split(","),
+        policies=list(dict.fromkeys(name.strip() for name in policy.split(","))),
+        seeds=seeds,
+        domains=domain or [],
+        base=base,
+        overrides=set_ or [],
         measure=measure,
         threads=threads,
         device=device,
     )
     print_data(json.dumps(report) if as_json else RENDERERS["terminal"](report))
-    note(
-        f"Written: {report['run']}/report.json. Next: remoe push --to FOLDER, or remoe push {report['run']} you/your-delta"
-    )
-    if fail_on_regress is not None and (why := verb.regressions(report, fail_on_regress)):
+    where = shlex.quote(report["run"])
+    note(f"Written: {where}/report.json. Next: remoe push --to FOLDER, or remoe push {where} you/your-delta")
+    if fail_on_regress is not None and (why := regressions(report, fail_on_regress)):
         note(f"Regressed: {'; '.join(why)}")
         raise typer.Exit(3)
 
@@ -114,31 +152,62 @@ def push(
         str | None, typer.Argument(help="Hub repository (user/name); by default <you>/<base>-remoe.")
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[Optional[str], typer.Option(help="Branch to push to; made if it is not there.")] = None,  # noqa: UP045
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request instead; needs no right to write.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
     to: Annotated[Optional[Path], typer.Option(help="Write to this folder instead of the Hub.")] = None,  # noqa: UP045
     as_json: AsJson = False,
 ) -> None:
-    """Publish the delta with its recipe, report and card: to the Hub, or to a folder with --to."""
+    """Publish the delta with its recipe, report and card: to the Hub, or to a folder with --to.
+
+    The same delta twice makes no second commit, and no second pull request while the first is open.
+    """
     from remoe_cli import push as verb
     from remoe_cli.console import data as print_data
 
     run, repo = verb.arguments(run, repo)
-    done = verb.push(run, repo, to=to, private=private, dry_run=dry_run)
+    done = verb.push(run, repo, to=to, private=private, dry_run=dry_run, create_pr=create_pr, revision=revision)
     if as_json:
         print_data(json.dumps(done._asdict()))
         return
     for name, size in done.files.items():
         print_data(f"{size:>12,}  {name}")
     if dry_run:
-        print_data(f"Dry run: nothing was sent to {done.where}. Next: the same command without --dry-run")
+        print_data(
+            f"Dry run: nothing was {'written' if to else 'sent'} to {done.where}. Next: the same command without --dry-run"
+        )
     else:
         state = "Pushed to" if done.new else "Unchanged, already at"
         print_data(f"{state} {done.where}. Next: remoe apply {shlex.quote(done.name)} BASE --out DIR")
 
 
 @app.command()
+def pull(
+    delta: Annotated[str, typer.Argument(help="Delta repository (user/name, with @revision).")],
+    out: Annotated[Optional[Path], typer.Option(help="Folder for it; by default ./NAME. Must not exist yet.")] = None,  # noqa: UP045
+    as_json: AsJson = False,
+) -> None:
+    """Download a delta from the Hub into a folder, checked."""
+    from remoe_cli import pull as verb
+    from remoe_cli.console import data as print_data
+
+    done = verb.pull(delta, out)
+    if as_json:
+        print_data(json.dumps({**done._asdict(), "folder": str(done.folder)}))
+        return
+    print_data(
+        f"{done.folder}: {done.gates} gates, {done.nbytes:,} bytes, recipe {done.recipe}, from {done.repo}@{done.commit}"
+    )
+    print_data(
+        f"Base {done.base}. Next: remoe apply {shlex.quote(str(done.folder))} {shlex.quote(done.base)} --out DIR"
+    )
+
+
+@app.command()
 def apply(
-    delta: Annotated[str, typer.Argument(help="Delta folder, run folder, or Hub id (with @revision).")],
+    delta: Annotated[str, typer.Argument(help="Delta folder, run folder or name, or Hub id (with @revision).")],
     base: Annotated[str, typer.Argument(help="The base model: Hub id (with @revision), local folder, or `demo`.")],
     out: Annotated[Path, typer.Option(help="Folder for the patched checkpoint; must not exist yet.")],
 ) -> None:
@@ -182,19 +251,56 @@ def decode(
 
 @app.command()
 def recipes(
-    family: Annotated[str, typer.Argument(help="demo, deepseek_v2, qwen3_moe, mixtral or gpt_oss.")] = "deepseek_v2",
+    family: Annotated[str, typer.Argument(help="`demo`, or a family such as qwen3_moe.")] = "deepseek_v2",
     as_json: AsJson = False,
 ) -> None:
-    """List the recipes of a family and where they lie; copy one and pass it to --recipe."""
+    """List the recipes of a family: what each is for, and its file, to copy and pass to --recipe."""
     from remoe_cli import recipe
     from remoe_cli.console import data as print_data
+    from remoe_cli.families import FAMILIES
 
-    found = recipe.names(family)
+    if family not in (known := ["demo", *FAMILIES]):
+        raise UsageError(f"there is no family {family!r}; allowed: {', '.join(known)}.", "remoe recipes demo")
+    found = {name: (recipe.purpose(path), str(path)) for name, path in recipe.shipped(family).items()}
     if as_json:
-        print_data(json.dumps(found))
+        print_data(json.dumps([{"name": name, "purpose": why, "file": file} for name, (why, file) in found.items()]))
         return
-    print_data(f"Recipes for {family} ({recipe.folder()}): {', '.join(found)}")
+    print_data("\n".join(f"{name:<16}{why}\n{'':<16}{file}" for name, (why, file) in found.items()))
     print_data("\n".join(f"  --set {key}=..." for key in recipe.key_names()))
+
+
+runs = typer.Typer(help="List the runs under runs/, or remove some.", invoke_without_command=True)
+app.add_typer(runs, name="runs")
+
+
+@runs.callback()
+def list_runs(context: typer.Context, as_json: AsJson = False) -> None:
+    from remoe_cli import run
+    from remoe_cli.console import data as print_data
+
+    if context.invoked_subcommand is not None:
+        return
+    found = run.every()
+    print_data(json.dumps([run.row(one) for one in found]) if as_json else run.table(found))
+
+
+@runs.command("rm")
+def remove_runs(
+    names: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders or names.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove run folders, with all that was trained in them."""
+    from remoe_cli import run
+    from remoe_cli.console import data as print_data
+    from remoe_cli.console import note
+
+    found = run.removable(names)
+    note(run.table(found))
+    if not yes and not typer.confirm(f"Remove {len(found)} run(s)?", err=True):
+        raise typer.Exit(1)
+    for one in found:
+        one.discard()
+        print_data(f"Removed {one.folder}")
 
 
 def _numbers(text: str) -> list[int]:

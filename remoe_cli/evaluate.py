@@ -1,44 +1,43 @@
 """remoe eval: base, tuned and control side by side, simulated and measured; writes report.json."""
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from remoe_cli import __version__, atomic
+from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.cache import POLICIES
-from remoe_cli.console import progress
-from remoe_cli.delta import Delta, gates_for, put
-from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.errors import CacheError, RunError, UsageError
-from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_resident
+from remoe_cli.console import note, progress
+from remoe_cli.delta import Delta
+from remoe_cli.environment import check_threads, device_name, pick_device, versions
+from remoe_cli.errors import CacheError, DataError, RunError, UsageError
+from remoe_cli.families import family_of
+from remoe_cli.families.loader import compute_dtype
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
-from remoe_cli.measure.decode_traces import decode, Decoded
+from remoe_cli.measure.arms import about, choose_arms, control_of, measure_resident
+from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import measure_offloaded, Offloaded
-from remoe_cli.measure.requests import cut_requests, Requests
-from remoe_cli.measure.text import measure_text
+from remoe_cli.measure.requests import Requests
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.offload.store import IO
 from remoe_cli.recipe import Recipe
-from remoe_cli.report.cells import cache_cells, decode_figures
+from remoe_cli.report.figures import figures
+from remoe_cli.report.finite import finite
 from remoe_cli.run import Run
-from remoe_cli.train.data import Documents, load_documents, load_tokenizer
+from remoe_cli.train.data import Documents, load_tokenizer
 
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One set of gates under comparison. gates: in-memory name -> tensor; empty for the base."""
-
-    name: str
-    role: str  # base, tuned or control
-    gates: dict[str, torch.Tensor]
+DOMAIN_POLICIES = ("lru",)
+NOT_MEASURED = Offloaded({}, 0, [])
 
 
 def evaluate(
@@ -47,101 +46,113 @@ def evaluate(
     *,
     control: str | None = None,
     policies: Sequence[str] = ("lru", "lfu", "fifo", "belady"),
+    seeds: int = 1,
+    domains: Sequence[str] = (),
+    base: str | None = None,
+    overrides: Sequence[str] = (),
     measure: bool = True,
     threads: int | None = None,
     device: str | None = None,
 ) -> dict:
     """The report (docs/report.md), also written into the run folder. Raises RemoeError for every mistake."""
-    _check_policies(policies)
-    found = runs.find(run)
-    recipe, where = found.recipe, pick_device(device)
-    checkpoint = _base(found)
-    tokenizer = load_tokenizer(checkpoint)
-    documents = load_documents(recipe.data, tokenizer, seed=recipe.train.seed)
-    requests = cut_requests(
-        documents.heldout, recipe.evaluate.requests, recipe.evaluate.prompt_tokens, recipe.evaluate.new_tokens + 1
-    )
+    _check_options(policies, seeds, threads)
+    found, where = runs.find(run), pick_device(device)
+    _check_writable(found)
+    recipe = _recipe(found, overrides)
+    capacities = _within(capacities, found)
+    checkpoint = _base(found, base)
+    beside = control_of(found, control)
+    arms = choose_arms(found, beside, checkpoint)
+    texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
+    _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
-    model = load_resident(checkpoint, dtype, where)
-    gates, disk_names = find_gates(model), gate_disk_names(model, checkpoint)
-    capacities = _within(capacities, gates[0].n_experts)
-    arms = _arms(
-        found, control, checkpoint, disk_names, {n: p.detach().clone() for g in gates for n, p in g.parameters.items()}
-    )
-    results, traces = [], {}
-    for arm in arms:
-        put(model, arm.gates)
-        result, traces[arm.name] = _resident(arm, model, gates, documents, requests, recipe)
-        results.append(result)
-    n_gates, n_experts, top_k = len(gates), gates[0].n_experts, gates[0].top_k
-    del model, gates  # a gate holds its layer's experts: none may stay resident while they are measured on disk
-    with OffloadedDecoder(checkpoint, top_k, device=where, dtype=dtype, threads=threads) as decoder:
-        _simulate(results, traces, capacities, policies, decoder.expert_bytes)
-        timed = Requests(*(part[: recipe.evaluate.measured] for part in requests))
-        swapped = {arm.name: arm.gates for arm in arms}
-        offloaded = (
-            measure_offloaded(decoder, swapped, timed, capacities)
-            if measure
-            else Offloaded({n: [] for n in swapped}, 0, [])
-        )
+    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe)
+    with OffloadedDecoder(checkpoint, resident.top_k, device=where, dtype=dtype, threads=threads) as decoder:
+        timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
+        offloaded = measure_offloaded(decoder, resident.gates, timed, capacities) if measure else NOT_MEASURED
         expert_bytes = decoder.expert_bytes
-    for result in results:
-        result["measured"] = offloaded.rows[result["name"]]
+
+    def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
+        arms, draws = resident.measured[name], texts.samples[name].draws
+        with progress(f"simulate {name}".rstrip(), len(arms)) as bar:
+            return list(figures(arms, capacities, policies, expert_bytes, draws, bar.update))
+
     report = {
         "format": FORMAT,
         "remoe": __version__,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "run": str(found.folder),
         "base": {
-            "id": Delta.load(found.delta).base, "commit": checkpoint.commit, "model_type": checkpoint.model_type, "moe_layers": n_gates,
-            "n_experts": n_experts, "top_k": top_k, "expert_bytes": expert_bytes,
+            "id": Delta.load(found.delta).base, "commit": checkpoint.commit, "model_type": checkpoint.model_type,
+            "moe_layers": resident.moe_layers, "n_experts": resident.n_experts, "top_k": resident.top_k,
+            "expert_bytes": expert_bytes,
         },
         "recipe": recipe.name,
         "conditions": {
             "device": where, "device_name": device_name(where), "dtype": str(dtype).removeprefix("torch."),
             "threads": threads or torch.get_num_threads(), **{k: v for k, v in versions().items() if k != "remoe"},
-            "data": documents.source, "seed": recipe.train.seed, "text_tokens": results[0]["text"]["tokens"],
-            "requests": len(requests.prompts_RP), "prompt_tokens": recipe.evaluate.prompt_tokens,
+            "data": texts.documents.source, "seed": recipe.train.seed, "draws": texts.sample.draws,
+            "text_tokens": resident.measured[OWN]["base"].text.measures().tokens,
+            "requests": len(texts.sample.requests.prompts_RP), "prompt_tokens": recipe.evaluate.prompt_tokens,
             "new_tokens": recipe.evaluate.new_tokens, "capacities": capacities, "policies": list(policies),
-            "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests,
-            "io": IO,
+            "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests, "io": IO,
         },
-        "notes": [*documents.notes, *offloaded.notes],
-        "arms": results,
+        "notes": [*texts.notes, *about(found, beside, base), *offloaded.notes],
+        "arms": [
+            {"name": arm.name, "role": arm.role, **shown, "measured": offloaded.rows.get(arm.name, [])}
+            for arm, shown in zip(arms, figures_of(OWN, policies), strict=True)
+        ],
+        "domains": [
+            {
+                "name": domain.name, "source": domain.source, "trained": domain.trained, "draws": domain.sample.draws,
+                "arms": [
+                    {"name": arm.name, "role": arm.role, **shown}
+                    for arm, shown in zip(arms, figures_of(domain.name, DOMAIN_POLICIES), strict=True)
+                ],
+            }
+            for domain in texts.domains
+        ],
     }  # fmt: skip
-    atomic.write(found.report, json.dumps(report, indent=1) + "\n")
+    report = finite(report)
+    _write(report, found)
     return report
 
 
-def regressions(report: dict, percent: float) -> list[str]:
-    """What is more than `percent` % worse in the tuned arm than in the base: perplexity, or LRU misses at a cache size."""
-    base, tuned = (next(arm for arm in report["arms"] if arm["role"] == role) for role in ("base", "tuned"))
-    limit, found = 1 + percent / 100, []
-    if tuned["text"]["perplexity"] > limit * base["text"]["perplexity"]:
-        found.append(f"perplexity {base['text']['perplexity']:.3f} -> {tuned['text']['perplexity']:.3f}")
-    for before, after in zip(base["cache"], tuned["cache"], strict=True):
-        if (before["trace"], before["policy"], before["admission"]) == ("forced", "lru", "forced") and after[
-            "misses"
-        ] > limit * before["misses"]:
-            found.append(f"LRU misses at C = {before['capacity']}: {before['misses']:,} -> {after['misses']:,}")
-    return found
-
-
-def _check_policies(policies: Sequence[str]) -> None:
+def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> None:
+    example = "remoe eval --cache 6 --policy lru,belady"
     for policy in policies:
         if policy not in POLICIES:
-            raise UsageError(
-                f"no cache policy {policy!r}; allowed: {', '.join(POLICIES)}.",
-                "remoe eval --cache 6 --policy lru,belady",
-            )
+            raise UsageError(f"no cache policy {policy!r}; allowed: {', '.join(POLICIES)}.", example)
     if "lru" not in policies:
-        raise UsageError(
-            "the policies must include lru, which the others are compared with.",
-            "remoe eval --cache 6 --policy lru,belady",
+        raise UsageError("the policies must include lru, which the others are compared with.", example)
+    if seeds < 1:
+        raise UsageError(f"--seeds is at least 1, not {seeds}.", "remoe eval --seeds 3")
+    check_threads(threads)
+
+
+def _check_writable(run: Run) -> None:
+    """Before the long measurement, not after it."""
+    if not os.access(run.folder, os.W_OK):
+        raise RunError(
+            f"the folder {run.folder} cannot be written, so it can hold no report.",
+            f"cp -r {run.folder} COPY, then remoe eval COPY",
         )
 
 
-def _within(capacities: Sequence[int], n_experts: int) -> list[int]:
+def _recipe(run: Run, overrides: Sequence[str]) -> Recipe:
+    """The run's, with the texts that it found and other settings of how to evaluate."""
+    for override in overrides:
+        if not override.strip().startswith("evaluate."):
+            raise UsageError(
+                f"remoe eval takes --set evaluate.KEY=VALUE only, not {override!r}.",
+                "remoe eval --set evaluate.requests=64",
+            )
+    recipe = recipes.override(run.recipe, overrides)
+    return replace(recipe, data=replace(recipe.data, source=run.facts.get("data") or recipe.data.source))
+
+
+def _within(capacities: Sequence[int], run: Run) -> list[int]:
+    n_experts = run.facts["n_experts"]
     if max(capacities) > n_experts:
         raise CacheError(
             f"--cache {max(capacities)} is more than the {n_experts} experts a layer of this model has.",
@@ -150,68 +161,42 @@ def _within(capacities: Sequence[int], n_experts: int) -> list[int]:
     return sorted(capacities)
 
 
-def _base(run: Run) -> Checkpoint:
+def _base(run: Run, given: str | None) -> Checkpoint:
+    """The base that the run names, or the one given: whether its gates fit the delta is checked with the arms."""
     facts = run.facts
-    base = facts["base"] + (f"@{facts['commit']}" if facts["commit"] else "")
+    if given is None and facts["base"].startswith("/") and not Path(facts["base"]).exists():
+        raise RunError(
+            f"the base of this run is no longer in {facts['base']}.", f"remoe eval {run.folder} --base FOLDER_OR_HUB_ID"
+        )
+    base = given or facts["base"] + (f"@{facts['commit']}" if facts["commit"] else "")
     checkpoint = resolve(base)
     family_of(checkpoint.config, base)
     return checkpoint
 
 
-def _arms(run: Run, control: str | None, checkpoint: Checkpoint, disk_names: dict[str, str], base: dict) -> list[Arm]:
-    arms = [Arm("base", "base", base)]
-    if control is not None:
-        beside = runs.find(control)
-        if beside.folder.resolve() == run.folder.resolve():
-            raise RunError(
-                "the control is the run itself.",
-                "remoe finetune MODEL --recipe ce-only, then remoe eval --control THAT_RUN",
-            )
-        arms.append(_arm(beside, "control", checkpoint, disk_names))
-    arms.append(_arm(run, "tuned", checkpoint, disk_names))
-    if len({arm.name for arm in arms}) < len(arms):
-        arms = [
-            Arm(f"{arm.name} ({arm.role})" if arm.role != "base" else arm.name, arm.role, arm.gates) for arm in arms
-        ]
-    return arms
-
-
-def _arm(run: Run, role: str, checkpoint: Checkpoint, disk_names: dict[str, str]) -> Arm:
-    delta = Delta.load(run.delta)
-    if delta.is_applied(checkpoint):
-        raise RunError(
-            f"{checkpoint.id} holds the tuned gates of {run.folder} already.",
-            "remoe eval with the base it was made from",
+def _check_same_texts(run: Run, documents: Documents) -> None:
+    before = run.facts.get("heldout_sha256")
+    if before is not None and before != documents.heldout_sha256:
+        raise DataError(
+            f"the held-out texts of {documents.source} are not those of this run: the source, the tokenizer or the Python "
+            "whose library the demo reads has changed, so the gates may have been trained on them.",
+            f"the former texts back in place, or a new run: remoe finetune MODEL --data {documents.pinned}",
         )
-    return Arm(run.recipe.name, role, gates_for(disk_names, delta))
 
 
-def _resident(
-    arm: Arm, model, gates, documents: Documents, requests: Requests, recipe: Recipe
-) -> tuple[dict, dict[str, Decoded]]:
-    settings = recipe.evaluate
-    with progress(f"{arm.name}: text", settings.rows) as bar:
-        text = measure_text(
-            model, gates, documents.heldout, recipe.train.sequence, settings.rows, batch=recipe.train.micro_batch, on_batch=bar.update
-        )  # fmt: skip
-    decoded = {}
-    for kind, forced in (("forced", requests.continuations_RS[:, :-1]), ("greedy", None)):
-        with progress(f"{arm.name}: {kind} decode", len(requests.prompts_RP)) as bar:
-            decoded[kind] = decode(model, gates, requests.prompts_RP, settings.new_tokens, forced, on_batch=bar.update)
-    figures = {kind: decode_figures(d.trace, d.ids_RS) for kind, d in decoded.items()}
-    return {"name": arm.name, "role": arm.role, "text": text._asdict(), "decode": figures}, decoded
+def _write(report: dict, run: Run) -> None:
+    """The last report is report.json. A former one of other conditions (sizes, draws, policies, domains, machine) stays
+    beside it, so that a quick look does not cost a long measurement."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or damaged
+        text = run.report.read_text()
+        former = json.loads(text)
+        kept = run.folder / f"report-{former['created'].replace(':', '')}.json"
+        if _evidence(former) != _evidence(report):
+            atomic.write(kept, text)
+            note(f"Note: the former report had other conditions; it is kept as {kept}")
+    atomic.write(run.report, json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
-def _simulate(
-    results: list[dict], traces: dict[str, dict[str, Decoded]], capacities, policies, expert_bytes: int
-) -> None:
-    """Fills in each arm's cache cells."""
-    base = {kind: decoded.trace for kind, decoded in traces["base"].items()}
-    with progress("simulate", len(results)) as bar:
-        for done, result in enumerate(results, 1):
-            result["cache"] = [
-                cell
-                for kind, decoded in traces[result["name"]].items()
-                for cell in cache_cells(decoded.trace, base[kind], kind, capacities, policies, expert_bytes)
-            ]
-            bar.update(done)
+def _evidence(report: dict) -> tuple:
+    names = [[part["name"] for part in report.get(key, [])] for key in ("arms", "domains")]
+    return report["remoe"], report["conditions"], names

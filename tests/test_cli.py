@@ -1,61 +1,24 @@
 """The command line: wrong input gives one line with the next command, and a small run goes all the way."""
 
 import gc
+import io
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 import tiny_tokenizers
 import torch
-from commands import Remoe
+from commands import make_model, QUICK, refused
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from test_delta import hashes
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from remoe_cli import evaluate
-from remoe_cli.cli import app
-
-QUICK = [
-    "--set", "train.sequence=32", "--set", "train.micro_batch=2", "--set", "train.accumulation=2", "--set", "train.lr=0.02",
-    "--set", "evaluate.rows=4", "--set", "evaluate.requests=3", "--set", "evaluate.prompt_tokens=4",
-    "--set", "evaluate.new_tokens=6", "--set", "evaluate.measured=2", "--set", "objective.window_tokens=4",
-]  # fmt: skip
-
-
-@pytest.fixture
-def remoe(capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    return Remoe(capsys, monkeypatch)
-
-
-def make_model(folder: Path, model_type: str = "deepseek_v2", **settings) -> Path:
-    tiny_models.make(model_type, folder, vocab_size=400, **settings)
-    tiny_tokenizers.wrapped().save_pretrained(folder)
-    return folder
-
-
-def make_texts(path: Path, rows: int = 40) -> Path:
-    lines = [
-        json.dumps({"text": f"row {i}: " + "the quick brown fox jumps over the lazy dog. " * 4}) for i in range(rows)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-@pytest.fixture
-def model(tmp_path):
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-def texts(tmp_path):
-    return make_texts(tmp_path / "texts.jsonl")
+from remoe_cli import console, errors, evaluate, recipe
 
 
 @pytest.fixture
@@ -63,16 +26,6 @@ def a_run(remoe, model, texts):
     ran = remoe("finetune", model, "--data", texts, "--steps", 2, *QUICK)
     assert ran.code == 0, ran.err
     return next(Path("runs").iterdir())
-
-
-def refused(ran, *words: str) -> None:
-    assert ran.code != 0
-    lines = [line for line in ran.err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and ran.err.splitlines()[-1] == lines[0], ran.err
-    assert "Try: " in lines[0] and lines[0].split("Try: ")[1].strip()
-    assert "Traceback" not in ran.err and not ran.out.strip()
-    for word in words:
-        assert word in lines[0], lines[0]
 
 
 def test_the_whole_way(remoe, model, texts):
@@ -141,8 +94,8 @@ def test_the_whole_way(remoe, model, texts):
 
 def test_unknown_family(remoe, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "olmoe", "num_experts": 64}))
-    refused(remoe("finetune", tmp_path / "model"), "olmoe", "deepseek_v2")
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "phimoe", "num_local_experts": 16}))
+    refused(remoe("finetune", tmp_path / "model"), "phimoe", "deepseek_v2")
 
 
 def test_dense_model(remoe, tmp_path):
@@ -150,6 +103,34 @@ def test_dense_model(remoe, tmp_path):
     (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "llama"}))
     refused(remoe("finetune", tmp_path / "model"), "dense", "llama")
     refused(remoe("decode", tmp_path / "model", "--cache", 8), "dense")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("num_experts_per_tok", None, "num_experts_per_tok"), ("num_experts_per_tok", "2", "num_experts_per_tok"),
+        ("num_experts_per_tok", 0, "from 1 to its 8 experts"), ("num_experts_per_tok", 9, "from 1 to its 8 experts"),
+        ("num_experts_per_tok", True, "num_experts_per_tok"), ("num_experts_per_tok", 1.5, "num_experts_per_tok"),
+        ("n_routed_experts", None, "no experts in its config"), ("n_routed_experts", "8", "no experts in its config"),
+        ("n_routed_experts", 1, "no experts in its config"), ("n_routed_experts", 7, "/model"), ("model_type", ["x"], "['x']"),
+        ("quantization_config", "awq", "quantised"), ("text_config", "none", "cannot be loaded"), ("hidden_act", "x", "cannot be loaded"),
+        ("hidden_size", 0, "/model"), ("num_attention_heads", "4", "cannot be loaded"), ("max_position_embeddings", "x", "cannot be loaded"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_config_that_cannot_be(remoe, model, texts, key, value, words):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, key: value}))
+    refused(remoe("finetune", model, "--data", texts, "--steps", 1, *QUICK), words)
+    refused(remoe("decode", model, "--cache", 8), words)
+    assert not Path("runs").exists()
+
+
+def test_a_base_whose_config_was_damaged_later(remoe, a_run, model):
+    config = json.loads((model / "config.json").read_text())
+    for change in ({"num_experts_per_tok": "2"}, {"hidden_act": "x"}):
+        (model / "config.json").write_text(json.dumps({**config, **change}))
+        refused(remoe("eval", "--cache", 2))
 
 
 def test_missing_shard(remoe, model, texts):
@@ -194,8 +175,50 @@ def test_bad_recipe_key(remoe, model):
     Path("mine.yaml").write_text("objective: {trsut: 1}\n")
     refused(remoe("finetune", model, "--recipe", "mine.yaml"), "did you mean objective.trust")
     refused(remoe("finetune", model, "--recipe", "remeo"), "did you mean remoe")
-    refused(remoe("finetune", model, "--steps", 0), "train.steps")
+    refused(remoe("finetune", model, "--steps", 0), "train.steps is at least 1, not 0")
+    refused(remoe("finetune", model, "--set", "train.lr=[1"), "not valid YAML")
+    refused(remoe("finetune", model, "--set", "train.steps=.inf"), "whole number")
+    refused(remoe("finetune", model, "--set", "name=../../esc"), "recipe key name")
+    Path("name with spaces.yaml").write_text("train: {steps: 1}\n")
+    refused(remoe("finetune", model, "--recipe", "name with spaces.yaml"), "recipe key name")
     assert not Path("runs").exists(), "a refused command left a run behind"
+
+
+def test_settings_far_beyond_the_texts_are_survived(remoe, model, texts):
+    huge = [
+        f"objective.lags=[1, {2**53 - 1}]",
+        "objective.window_tokens=1e15",
+        "data.train_samples=1e15",
+        "evaluate.rows=1e15",
+    ]
+    ran = remoe(
+        "finetune", model, "--data", texts, "--steps", 1, *QUICK, *(part for h in huge for part in ("--set", h))
+    )
+    assert ran.code == 0, ran.err
+
+
+def test_names_in_square_brackets_are_shown_as_they_are(remoe, texts, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "[red]model[/red]")
+    ran = remoe("finetune", model, "--data", texts, "--steps", 1, *QUICK)
+    assert ran.code == 0 and "Base " in ran.err and "[red]model[/red]" in ran.err
+    stream = io.StringIO()
+    monkeypatch.setattr(console, "_stderr", Console(file=stream, force_terminal=True, width=200))
+    with console.progress("[b]title[/b]", 2) as bar:
+        bar.update(1, "[i]detail[/i]")
+    assert "[b]title[/b]" in stream.getvalue() and "[i]detail[/i]" in stream.getvalue()
+
+
+def test_recipes_are_listed_with_what_they_are_for(remoe):
+    shown = remoe("recipes").out
+    assert all(name in shown for name in ("remoe ", "ce-only", "cross entropy alone", "remoe.yaml", "--set train.lr="))
+    found = {row["name"]: row for row in json.loads(remoe("recipes", "demo", "--json").out)}
+    assert set(found) == {"remoe", *recipe.CONTROLS} and found["remoe"]["file"].endswith("demo/remoe.yaml")
+    assert all(row["purpose"] and Path(row["file"]).is_file() for row in found.values())
+    refused(
+        remoe("recipes", "NONSENSE"), "NONSENSE", "demo, deepseek_v2, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe"
+    )
+    code = "import sys; from remoe_cli.cli import recipes; recipes('demo'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_no_run_yet(remoe):
@@ -231,7 +254,7 @@ def test_no_token(remoe, a_run):
 
 
 def test_unwritable_folder(remoe, model, texts):
-    refused(remoe("finetune", model, "--data", texts, "--out", "/proc/remoe"), "/proc/remoe")
+    refused(remoe("finetune", model, "--data", texts, "--out", "/proc/remoe", *QUICK), "/proc/remoe")
 
 
 def test_taken_folder(remoe, a_run, model, texts):
@@ -250,8 +273,10 @@ def test_wrong_options(remoe, a_run, model):
     refused(remoe("eval", "--cache", "2", "--policy", "lur"), "lru")
     refused(remoe("eval", "--cache", "2", "--control", a_run), "the run itself")
     refused(remoe("eval", "--cache", "2", "--device", "tpu"), "--device")
-    refused(remoe("decode", model, "--cache", 2, "--policy", "belady"), "lru, lfu, fifo")
     refused(remoe("push", "nonsense"), "nonsense")
+    refused(remoe("finetune", model, "--data", ""), "no source of texts", "--data demo")
+    for command in (["finetune"], ["eval"], ["push"], ["decode", "--cache", "8"]):
+        refused(remoe(*command, "x" * 300), "File name too long")
 
 
 def test_a_loss_that_is_not_finite_keeps_the_last_good_gates(remoe, model, texts):
@@ -307,7 +332,16 @@ def test_help_version_and_module():
 
 
 def test_every_command_is_documented():
-    page = (Path(__file__).parent.parent / "docs/commands.md").read_text()
-    for command in app.registered_commands:
-        name = command.name or command.callback.__name__
-        assert f"## remoe {name}" in page, f"docs/commands.md lacks {name}: run python docs/make_commands.py"
+    docs = Path(__file__).parent.parent / "docs"
+    page = runpy.run_path(str(docs / "make_commands.py"))["page"]()
+    assert (docs / "commands.md").read_text() == page, "python docs/make_commands.py writes it anew"
+    assert "## remoe runs rm" in page and "## remoe pull" in page
+
+
+def test_every_kind_of_error_is_documented():
+    table = (Path(__file__).parent.parent / "docs/errors.md").read_text()
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.RemoeError)]
+    for kind in kinds:
+        row = rf"\| {kind.__name__} \| {kind.exit_code} \|"
+        assert kind is errors.RemoeError or re.search(row, table), f"docs/errors.md lacks {kind.__name__}"
+    assert len(kinds) > 9

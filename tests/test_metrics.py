@@ -250,3 +250,96 @@ def test_bootstrap_where_undefined():
     assert metrics.bootstrap([0, 1], [0, 2], seed=0) == (0.5, 0.5)  # resamples of the empty request alone are left out
     with pytest.raises(ValueError, match="one length"):
         metrics.bootstrap([1], [1, 2], seed=0)
+
+
+# ---- paired intervals
+
+
+def slow_change(before, after, change, seed: int, resamples: int) -> tuple[float, float]:
+    """Percentiles 2.5 and 97.5 of the change, resample by resample, request by request."""
+    rng, requests, found = np.random.default_rng(seed), len(before[0]), []
+    picks = rng.integers(0, requests, size=(resamples, requests))
+    for pick in picks:
+        tops, bottoms = ([sum(float(one[part][r]) for r in pick) for one in (before, after)] for part in (0, 1))
+        if 0 not in bottoms:
+            found.append(change(tops[0] / bottoms[0], tops[1] / bottoms[1]))
+    found.sort()
+    ends = []
+    for share in (0.025, 0.975):
+        at = share * (len(found) - 1)
+        low, part = int(at), at - int(at)
+        ends.append(found[low] + part * (found[min(low + 1, len(found) - 1)] - found[low]))
+    return ends[0], ends[1]
+
+
+counts = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=6)
+
+
+@given(counts, st.integers(0, 3), st.sampled_from([metrics.relative, metrics.difference]))
+def test_bootstrap_change_equals_its_slow_twin(rows, seed, change):
+    before, after = (
+        ([row[0] for row in rows], [row[2] for row in rows]),
+        ([row[1] for row in rows], [row[2] for row in rows]),
+    )
+    got = metrics.bootstrap_change(before, after, change, seed=seed, resamples=50)
+    if sum(before[1]) == 0:
+        assert got is None
+    else:
+        assert got == pytest.approx(slow_change(before, after, change, seed, 50))
+
+
+def test_a_change_alike_in_every_request_is_a_point():
+    """Requests differ tenfold, the change does not: only pairing shows it."""
+    before, tokens = np.array([10, 40, 100]), [10, 10, 10]
+    change = metrics.bootstrap_change((before, tokens), (before * 0.75, tokens), metrics.relative, seed=0)
+    assert change == pytest.approx((-0.25, -0.25))
+    assert metrics.bootstrap_change(
+        (before, tokens), (before + 1, tokens), metrics.difference, seed=0
+    ) == pytest.approx((0.1, 0.1))
+    low, high = metrics.bootstrap(before, tokens, seed=0)
+    assert high - low > 4
+
+
+def test_bootstrap_change_by_hand():
+    """Two requests, misses 2 -> 1 and 4 -> 4: resamples say -1/2 (a quarter), -1/6 (a half), 0 (a quarter)."""
+    before, after = ([2, 4], [1, 1]), ([1, 4], [1, 1])
+    assert metrics.bootstrap_change(before, after, metrics.relative, seed=0) == (-0.5, 0)
+    assert metrics.bootstrap_change(before, after, metrics.relative, seed=0, level=0.4) == pytest.approx(
+        (-1 / 6, -1 / 6)
+    )
+
+
+def test_bootstrap_change_where_undefined():
+    one, none, broken = ([1.0, 2.0], [1, 1]), ([0, 0], [0, 0]), ([1.0, math.nan], [1, 1])
+    assert metrics.bootstrap_change(one, none, metrics.difference, seed=0) is None
+    assert (
+        metrics.bootstrap_change(([0, 0], [1, 1]), one, metrics.relative, seed=0) is None
+    )  # from nothing to something
+    assert metrics.bootstrap_change(one, broken, metrics.difference, seed=0) is None
+    assert metrics.bootstrap(*broken, seed=0) is None
+    with pytest.raises(ValueError, match="do not pair"):
+        metrics.bootstrap_change(one, ([1], [1]), metrics.difference, seed=0)
+
+
+def test_95_percent_intervals_hold_the_truth_about_95_times_in_100():
+    """300 experiments of 40 requests: misses a request are Poisson, with a mean of its own that the change multiplies by 0.7."""
+    rng, held = np.random.default_rng(7), 0
+    tokens = np.full(40, 64)
+    for experiment in range(300):
+        mean = rng.gamma(20, 5, size=40)
+        before, after = rng.poisson(mean), rng.poisson(0.7 * mean)
+        interval = metrics.bootstrap_change(
+            (before, tokens), (after, tokens), metrics.relative, seed=experiment, resamples=400
+        )
+        held += interval.low <= -0.3 <= interval.high
+    assert 0.90 <= held / 300 <= 0.98
+
+
+# ---- rows of text
+
+
+def test_text_rows_by_hand():
+    rows = metrics.TextRows(np.array([2.0, 4.0]), np.array([0.5, 1.0]), np.array([1.0, 2.0]))
+    assert rows.measures() == (pytest.approx(math.exp(2)), 2, 0.5, 3)
+    broken = metrics.TextRows(np.array([3000.0]), np.array([0.5]), np.array([1.0]))
+    assert broken.measures().perplexity == math.inf

@@ -1,5 +1,6 @@
 """The report's renderers and the demo checkpoint's own promises."""
 
+import copy
 import json
 import re
 
@@ -13,7 +14,9 @@ from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.decode_traces import decode
-from remoe_cli.report.cells import cache_cells, decode_figures
+from remoe_cli.measure.text import measure_rows
+from remoe_cli.report.figures import figures, Measured, text_figures
+from remoe_cli.report.finite import finite
 from remoe_cli.report.renderers import RENDERERS
 from remoe_cli.report.rows import cell, table
 
@@ -24,44 +27,58 @@ def checkpoint():
 
 
 @pytest.fixture(scope="module")
-def decoded(checkpoint):
-    model = load_resident(checkpoint, torch.float32, "cpu")
-    prompts = torch.arange(3, 3 + 4 * 8).view(4, 8)
-    return decode(model, find_gates(model), prompts, 10)
-
-
-def make_arm(name, role, perplexity, decoded, base):
-    figures = decode_figures(decoded.trace, decoded.ids_RS)
-    cells = cache_cells(decoded.trace, base.trace, "forced", [4, 6], ["lru", "belady"], 1000)
-    text = {"perplexity": perplexity, "loss": 1.0, "eor": 0.25, "tokens": 100}
-    skipped = {"capacity": 4, "skipped": "needs C >= 6"}
-    return {
-        "name": name,
-        "role": role,
-        "text": text,
-        "decode": {"forced": figures, "greedy": figures},
-        "cache": cells,
-        "measured": [skipped],
-    }
+def model(checkpoint):
+    return load_resident(checkpoint, torch.float32, "cpu")
 
 
 @pytest.fixture(scope="module")
-def report(decoded):
+def prompts():
+    return torch.arange(3, 3 + 4 * 8).view(4, 8)
+
+
+@pytest.fixture(scope="module")
+def decoded(model, prompts):
+    return decode(model, find_gates(model), prompts, 10)
+
+
+def measured(model, decoded, factor):
+    """factor: of the loss in all rows."""
+    documents = [torch.arange(start, start + 40).tolist() for start in range(10, 90, 20)]
+    text = measure_rows(model, find_gates(model), documents, 20, 8)
+    text = text._replace(loss_N=text.loss_N * factor)
+    return Measured(text, {"forced": decoded, "greedy": decoded})
+
+
+@pytest.fixture(scope="module")
+def report(model, prompts, decoded):
     conditions = {
-        "capacities": [4, 6], "requests": 4, "prompt_tokens": 8, "new_tokens": 10, "text_tokens": 100, "data": "d", "measured_requests": 0,
-        "device_name": "x", "dtype": "float32", "threads": 1, "io": "buffered", "torch": "2", "transformers": "5",
+        "capacities": [4, 6], "requests": 4, "prompt_tokens": 8, "new_tokens": 10, "text_tokens": 100, "data": "d", "draws": 2,
+        "measured_requests": 0, "device_name": "x", "dtype": "float32", "threads": 1, "io": "buffered", "torch": "2",
+        "transformers": "5",
     }  # fmt: skip
     base = {
-        "id": "demo",
-        "commit": None,
-        "model_type": "deepseek_v2",
-        "moe_layers": 5,
-        "n_experts": 64,
-        "top_k": 6,
+        "id": "demo", "commit": None, "model_type": "deepseek_v2", "moe_layers": 5, "n_experts": 64, "top_k": 6,
         "expert_bytes": 1000,
-    }
-    arms = [make_arm("base", "base", 40.0, decoded, decoded), make_arm("remoe", "tuned", 41.0, decoded, decoded)]
-    return {"conditions": conditions, "base": base, "notes": ["a note"], "arms": arms}
+    }  # fmt: skip
+    other = decode(model, find_gates(model), prompts.flip(1), 10)
+    both = {"base": measured(model, decoded, 1.0), "remoe": measured(model, other, 1.1)}
+    roles = {"base": "base", "remoe": "tuned"}
+
+    def arms(policies, draws, **more):
+        found = figures(both, [4, 6], policies, 1000, draws)
+        return [{"name": name, "role": roles[name], **of, **more} for name, of in zip(both, found, strict=True)]
+
+    domain = {"name": "poems", "source": "d", "trained": False, "draws": 1, "arms": arms(["lru"], 1)}
+    skipped = [{"capacity": 4, "skipped": "needs C >= 6"}]
+    return finite(
+        {
+            "conditions": conditions,
+            "base": base,
+            "notes": ["a note"],
+            "arms": arms(["lru", "belady"], 2, measured=skipped),
+            "domains": [domain],
+        }
+    )
 
 
 @pytest.mark.parametrize("name", RENDERERS)
@@ -70,29 +87,97 @@ def test_every_renderer_shows_the_same_cells(report, name):
     _, rows = table(report)
     for row in rows:
         assert row.label.strip() in shown
-    assert "+2.50 %" in shown and "needs C >= 6" in shown and "a note" in shown
+        for one in row.cells:
+            assert one in shown
+    assert "needs C >= 6" in shown and "a note" in shown and "poems (not trained on)" in shown
     assert f"{cell(report['arms'][0], 6)['misses']:,}" in shown
+    assert "Measured:" not in shown and "Domains: poems of d, 4 requests, 152 tokens of text." in shown.replace(
+        "\n", ""
+    )
 
 
-def test_the_terminal_table_fits_100_columns(report):
-    assert max(map(len, RENDERERS["terminal"](report).splitlines())) <= 100
+def test_the_terminal_table_fits_110_columns(report):
+    assert max(map(len, RENDERERS["terminal"](report).splitlines())) <= 110
 
 
 def test_cells_hang_together(report):
-    for arm in report["arms"]:
+    for arm in [*report["arms"], *report["domains"][0]["arms"]]:
         for one in arm["cache"]:
             assert one["hits"] + one["misses"] == one["accesses"] == 4 * 10 * 5 * 6
             assert one["mb_a_token"] == pytest.approx(one["misses"] * 1000 / 1e6 / 40)
             assert one["hit_ratio_95"][0] <= one["hit_ratio"] <= one["hit_ratio_95"][1]
-    json.dumps(report)  # nothing but plain values
+        text = arm["text"]
+        assert text["perplexity_95"][0] < text["perplexity"] < text["perplexity_95"][1]
+        for kind in ("forced", "greedy"):
+            part = arm["decode"][kind]
+            assert part["eor_95"][0] <= part["eor"] <= part["eor_95"][1]
+    json.dumps(report, allow_nan=False)  # nothing but plain values
 
 
-def test_the_decode_trace_is_what_a_full_pass_routes(checkpoint, decoded):
+def test_changes_are_those_of_the_figures(report):
+    base, tuned = report["arms"]
+    grown = tuned["text"]["perplexity"] / base["text"]["perplexity"] - 1
+    assert tuned["text"]["perplexity_change"] == pytest.approx(grown)
+    low, high = tuned["text"]["perplexity_change_95"]
+    assert low < grown < high
+    for before, after in zip(base["cache"], tuned["cache"], strict=True):
+        assert after["misses_change"] == pytest.approx(after["misses"] / before["misses"] - 1)
+        assert after["misses_change_95"][0] <= after["misses_change"] <= after["misses_change_95"][1]
+        assert before["misses_change"] is before["misses_change_95"] is None
+    eor = [arm["decode"]["forced"]["eor"] for arm in (base, tuned)]
+    assert tuned["decode"]["forced"]["eor_change"] == pytest.approx(eor[1] - eor[0])
+    assert base["text"]["perplexity_change"] is base["decode"]["greedy"]["eor_change"] is None
+
+
+def test_draws_are_equal_parts_and_their_spread_is_a_standard_deviation(report):
+    for arm in report["arms"]:
+        lru = cell(arm, 6)
+        first, second = arm["draws"]
+        assert lru["hit_ratio"] == pytest.approx((first["lru_hit_ratio"][1] + second["lru_hit_ratio"][1]) / 2)
+        assert lru["mb_a_token"] == pytest.approx((first["lru_mb_a_token"][1] + second["lru_mb_a_token"][1]) / 2)
+        assert arm["decode"]["forced"]["eor"] == pytest.approx((first["eor_forced"] + second["eor_forced"]) / 2)
+        difference = abs(first["perplexity"] - second["perplexity"])
+        assert arm["spread"]["perplexity"] == pytest.approx(difference / 2**0.5)
+        assert first["perplexity"] != second["perplexity"]
+    (one,) = report["domains"][0]["arms"][0]["draws"]
+    assert one["perplexity"] == report["domains"][0]["arms"][0]["text"]["perplexity"]
+    assert report["domains"][0]["arms"][0]["spread"] is None
+
+
+def test_a_change_is_shown_with_its_interval(report):
+    part = {"misses_change": -0.279, "misses_change_95": [-0.301, -0.256]}
+    arm = copy.deepcopy(report)
+    cell(arm["arms"][1], 6).update(part)
+    assert "-27.9 % [-30.1, -25.6]" in RENDERERS["terminal"](arm)
+    cell(arm["arms"][1], 6).update({"misses_change": None, "misses_change_95": None})
+    assert "n/a" in RENDERERS["terminal"](arm)
+
+
+def test_what_is_not_finite_is_null(model):
+    rows = measure_rows(model, find_gates(model), [list(range(10, 50))], 20, 2)
+    broken = text_figures(rows._replace(loss_N=rows.loss_N * float("nan")), rows)
+    assert {key for key, value in finite(broken).items() if value is None} == {
+        "perplexity", "perplexity_95", "perplexity_change", "perplexity_change_95", "loss",
+    }  # fmt: skip
+    endless = finite(text_figures(rows._replace(loss_N=rows.loss_N + 1e6), rows))
+    assert endless["perplexity"] is None and endless["loss"] > 1e4
+    assert finite({"a": (1.0, [float("inf")])}) == {"a": [1.0, [None]]}
+
+
+def test_rows_add_up_to_the_text(model):
+    """Row by row as in one pass: the sums do not depend on the micro-batch."""
+    documents = [list(range(10, 70)), list(range(100, 133))]
+    one, many = (measure_rows(model, find_gates(model), documents, 16, 5, batch=batch) for batch in (1, 4))
+    assert len(one.loss_N) == 5 and one.pairs_N.tolist() == many.pairs_N.tolist()
+    assert one.loss_N == pytest.approx(many.loss_N, rel=1e-5)
+    assert one.measures().tokens == one.pairs_N.sum()
+
+
+def test_the_decode_trace_is_what_a_full_pass_routes(model, decoded):
     """Fed token by token with a cache, and in one pass over the same ids: the same experts."""
     from remoe_cli.families import RouterTap
     from remoe_cli.measure.decode_traces import canonical
 
-    model = load_resident(checkpoint, torch.float32, "cpu")
     ids = torch.cat([torch.arange(3, 11), torch.tensor(decoded.ids_RS[0])])[None]
     with RouterTap(find_gates(model)) as tap, torch.no_grad():
         model(ids, use_cache=False)

@@ -13,10 +13,11 @@ import sys
 import time
 from pathlib import Path
 
+from remoe_cli.environment import pick_device
 from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.resolve import resolve
-from remoe_cli.measure.text import measure_text
+from remoe_cli.measure.sample import measure_heldout
 from remoe_cli.report.renderers import RENDERERS
 from remoe_cli.run import Run
 from remoe_cli.train.data import load_documents, load_tokenizer
@@ -56,12 +57,9 @@ def perplexity(folder: Path, run: Run) -> float:
     import torch
 
     recipe, checkpoint = run.recipe, resolve(str(folder))
-    model = load_resident(checkpoint, getattr(torch, run.facts["dtype"]), "cpu")
+    model = load_resident(checkpoint, getattr(torch, run.facts["dtype"]), pick_device(None))
     documents = load_documents(recipe.data, load_tokenizer(checkpoint), seed=recipe.train.seed)
-    measured = measure_text(
-        model, find_gates(model), documents.heldout, recipe.train.sequence, recipe.evaluate.rows, batch=recipe.train.micro_batch
-    )  # fmt: skip
-    return measured.perplexity
+    return measure_heldout("patched", model, find_gates(model), documents.heldout, recipe).measures().perplexity
 
 
 if __name__ == "__main__":

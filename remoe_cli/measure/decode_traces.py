@@ -4,7 +4,6 @@ Shape letters: R requests, P prompt tokens, S counted one-token steps, L MoE lay
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,14 +11,8 @@ import torch
 from remoe_cli.families import Gate, Routed, RouterTap
 from remoe_cli.families.experts import recorded_order
 from remoe_cli.families.loader import kept_cache
+from remoe_cli.report.figures import Decoded
 from remoe_cli.routing.trace import RoutingTrace
-
-
-class Decoded(NamedTuple):
-    """trace: decode steps only, S a request. ids_RS: the token fed at each counted step."""
-
-    trace: RoutingTrace
-    ids_RS: np.ndarray
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ import torch
 
 from remoe_cli.errors import DataError
 
+SHORTEST = 3  # a prompt of one token, one that is fed, and one that it is to predict
+
 
 class Requests(NamedTuple):
     prompts_RP: torch.Tensor
@@ -33,10 +35,11 @@ def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int,
     found = list(islice(whole, requests))
     if not found:
         longest = max(map(len, documents), default=0)
-        half = max(1, longest // 2)
-        raise DataError(
-            f"no held-out document has {prompt} + {steps} tokens to decode (the longest has {longest}).",
-            f"the same command with --set evaluate.prompt_tokens={half} --set evaluate.new_tokens={max(1, half - 1)}",
-        )
+        reason = f"no held-out document has the {prompt} + {steps} tokens of a request (the longest has {longest})."
+        if longest < SHORTEST:
+            raise DataError(reason, "the same command with longer texts")
+        half = longest // 2
+        hint = f"--set evaluate.prompt_tokens={half} --set evaluate.new_tokens={longest - half - 1}"
+        raise DataError(reason, f"the same command with {hint}")
     ids = torch.tensor(found)
     return Requests(ids[:, :prompt], ids[:, prompt:])

@@ -1,29 +1,20 @@
 """Teacher-forced measures over held-out text: perplexity and expert overlap ratio."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from remoe_cli.errors import DataError
 from remoe_cli.families import Gate, RouterTap
 from remoe_cli.measure.requests import stretches
 from remoe_cli.objectives.remoe import cross_entropy, overlap, Segments
+from remoe_cli.report.metrics import TextRows
 from remoe_cli.train.packing import batches, model_inputs
 
 
-class TextMeasures(NamedTuple):
-    """perplexity: exp of the mean loss over `tokens` predicted tokens. eor: mean over adjacent pairs and MoE layers."""
-
-    perplexity: float
-    loss: float
-    eor: float
-    tokens: int
-
-
 @torch.no_grad()
-def measure_text(
+def measure_rows(
     model: torch.nn.Module,
     gates: list[Gate],
     documents: Sequence[Sequence[int]],
@@ -32,31 +23,29 @@ def measure_text(
     *,
     batch: int = 4,
     on_batch: Callable[[int], None] = lambda rows_done: None,
-) -> TextMeasures:
-    """Over `rows` packed rows of `sequence` tokens, taken from all documents alike (`stretches`); no document sees another,
-    no pair crosses a border.
+) -> TextRows:
+    """Over `rows` packed rows of `sequence` tokens, taken from all documents alike (`stretches`), fewer when the texts run
+    out; no document sees another, no pair crosses a border.
 
     Raises DataError when the documents hold no pair of tokens.
     """
     device = next(model.parameters()).device
-    loss = shared = 0.0
-    pairs = done = 0
+    sums: list[tuple[float, float, int]] = []
     for packed in batches(stretches(documents, sequence), sequence, min(batch, rows)):
-        packed = type(packed)(packed.ids_BT[: rows - done], packed.document_BT[: rows - done])
         segments = Segments.of(packed.document_BT).to(device)
         with RouterTap(gates) as tap:
             logits_BTV = model(**model_inputs(model, packed, segments)).logits
             choice_LNK = torch.stack([routed.choice_NK for routed in tap.take()])
-        loss += float(cross_entropy(logits_BTV, packed.ids_BT.to(device), segments))
-        shared += float(overlap(choice_LNK, segments))
-        pairs += int(segments.pairs(1).sum())
-        done += len(packed.ids_BT)
-        on_batch(done)
-        if done >= rows:
+        for b, choice_LTK in enumerate(choice_LNK.split(sequence, 1)):
+            row = Segments.of(packed.document_BT[b : b + 1]).to(device)
+            loss = cross_entropy(logits_BTV[b : b + 1], packed.ids_BT[b : b + 1].to(device), row)
+            sums.append((float(loss), float(overlap(choice_LTK, row)), int(row.pairs(1).sum())))
+        on_batch(min(len(sums), rows))
+        if len(sums) >= rows:
             break
-    if not pairs:
+    found = TextRows(*(np.array(part, dtype=np.float64) for part in zip(*sums[:rows], strict=True)))
+    if not found.pairs_N.sum():
         raise DataError(
             "the held-out texts hold no pair of tokens to measure.", "remoe finetune MODEL --data FILE.jsonl"
         )
-    mean = loss / pairs
-    return TextMeasures(math.exp(mean) if mean < 700 else math.inf, mean, shared / pairs, pairs)
+    return found

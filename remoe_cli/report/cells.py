@@ -1,65 +1,46 @@
-"""The figures of one arm's traces, as docs/report.md lists them."""
+"""Cache cells: what one arm's traces load from each simulated cache, as docs/report.md lists them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from remoe_cli.cache import Replay, replay
 from remoe_cli.report import metrics
 from remoe_cli.routing import RoutingTrace
 
 BOOTSTRAP_SEED = 0
-RANKS = (2, 4, 8)
+REFERENCES = ("lru", "belady")  # what the gap is measured between
+
+Key = tuple[str, int, str, str]  # trace kind, capacity, policy, admission
 
 
-def decode_figures(trace: RoutingTrace, ids_RS: np.ndarray) -> dict[str, Any]:
-    """Overlap, usage and repetition of one decode trace. ids_RS: the tokens that were fed."""
-    overlap, usage = metrics.overlap(trace), metrics.usage(trace)
+def replays(
+    traces: Mapping[str, RoutingTrace], capacities: Sequence[int], policies: Sequence[str]
+) -> dict[Key, Replay]:
+    """traces: by kind. Belady in both admission forms, the others forced."""
     return {
-        "requests": trace.n_requests,
-        "steps": trace.n_tokens,
-        "eor": overlap.eor,
-        "eor_95": metrics.bootstrap(overlap.shared, overlap.possible, seed=BOOTSTRAP_SEED),
-        "usage": usage._asdict(),
-        "distinct_experts_request": metrics.distinct_experts(trace),
-        "distinct_experts_64": metrics.distinct_experts(trace, 64),
-        "parallel_load": {str(ranks): metrics.parallel_load(trace, ranks) for ranks in RANKS},
-        "distinct_4": _mean([metrics.distinct_n(row.tolist(), 4) for row in ids_RS]),
-        "repetition": _mean([metrics.repetition_rate(row.tolist()) for row in ids_RS]),
+        (kind, capacity, policy, admission): replay(trace, policy, capacity, admission=admission)
+        for kind, trace in traces.items()
+        for capacity in capacities
+        for policy in policies
+        for admission in (("forced", "bypass") if policy == "belady" else ("forced",))
     }
 
 
 def cache_cells(
-    trace: RoutingTrace,
-    base: RoutingTrace,
-    kind: str,
-    capacities: Sequence[int],
+    done: Mapping[Key, Replay],
+    base: Mapping[Key, Replay],
     policies: Sequence[str],
     expert_bytes: int,
 ) -> list[dict[str, Any]]:
-    """One cell a capacity, policy and admission. Belady is shown in both admission forms, the others forced.
-
-    base: the base's trace of the same requests, which the gap is measured on.
-    """
-    cells = []
-    for capacity in capacities:
-        reference = {
-            "lru": replay(base, "lru", capacity).misses,
-            "forced": replay(base, "belady", capacity).misses,
-            "bypass": replay(base, "belady", capacity, admission="bypass").misses,
-        }
-        for policy in policies:
-            for admission in ("forced", "bypass") if policy == "belady" else ("forced",):
-                done = replay(trace, policy, capacity, admission=admission)
-                cells.append(_cell(done, kind, policy, admission, capacity, expert_bytes, reference))
-    return cells
+    """One cell a trace kind, capacity, policy and admission. base: the base arm's replays of the same requests, REFERENCES
+    among them; the same object as `done` for the base arm itself, which has no change."""
+    return [_cell(key, done[key], base, expert_bytes, done is base) for key in done if key[2] in policies]
 
 
-def _cell(
-    done: Replay, kind: str, policy: str, admission: str, capacity: int, expert_bytes: int, reference: dict[str, int]
-) -> dict[str, Any]:
-    per_request = expert_bytes / 1e6
+def _cell(key: Key, done: Replay, base: Mapping[Key, Replay], expert_bytes: int, is_base: bool) -> dict[str, Any]:
+    kind, capacity, policy, admission = key
+    lru = base[kind, capacity, "lru", "forced"].misses
+    belady = {form: base[kind, capacity, "belady", form].misses for form in ("forced", "bypass")}
     return {
         "trace": kind,
         "policy": policy,
@@ -70,12 +51,25 @@ def _cell(
         "misses": done.misses,
         "evictions": done.evictions,
         "proactive": done.proactive,
+        **_misses_change(base[key], None if is_base else done),
         "hit_ratio": done.hit_ratio,
         "hit_ratio_95": metrics.bootstrap(done.request_hits, done.request_accesses, seed=BOOTSTRAP_SEED),
         "mb_a_token": metrics.load_mb(done.misses, done.proactive, expert_bytes, done.tokens),
-        "mb_a_token_95": metrics.bootstrap(done.request_misses * per_request, done.request_tokens, seed=BOOTSTRAP_SEED),
-        "gap_closed": metrics.gap_closed(done.misses, reference["lru"], reference["bypass"]),
-        "gap_closed_forced": metrics.gap_closed(done.misses, reference["lru"], reference["forced"]),
+        "mb_a_token_95": metrics.bootstrap(
+            done.request_misses * (expert_bytes / 1e6), done.request_tokens, seed=BOOTSTRAP_SEED
+        ),
+        "gap_closed": metrics.gap_closed(done.misses, lru, belady["bypass"]),
+        "gap_closed_forced": metrics.gap_closed(done.misses, lru, belady["forced"]),
+    }
+
+
+def _misses_change(base: Replay, tuned: Replay | None) -> dict[str, Any]:
+    if tuned is None:
+        return {"misses_change": None, "misses_change_95": None}
+    before, after = ((one.request_misses, one.request_tokens) for one in (base, tuned))
+    return {
+        "misses_change": metrics.ratio(tuned.misses - base.misses, base.misses),
+        "misses_change_95": metrics.bootstrap_change(before, after, metrics.relative, seed=BOOTSTRAP_SEED),
     }
 
 
@@ -83,8 +77,3 @@ def latency_ms(ttft_s: Sequence[float], itl_s: Sequence[Sequence[float]]) -> dic
     """ttft_ms, tpot_ms, itl_ms, e2el_ms: mean, p50, p95, p99 of each, None where there is no value."""
     found = metrics.latency(ttft_s, itl_s)
     return {f"{name}_ms": part._asdict() if part else None for name, part in found._asdict().items()}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None

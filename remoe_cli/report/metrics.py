@@ -6,7 +6,7 @@ Source, where no other is named: objectives-and-metrics.md, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,6 +69,35 @@ def gap_closed(load: float, lru_base: float, belady_base: float) -> float | None
     Belady of the same admission form and the same total slots. None where there is no gap (forced, C = K).
     """
     return ratio(lru_base - load, lru_base - belady_base)
+
+
+def perplexity(loss: float) -> float:
+    """exp of a mean loss in nats; infinite where no float holds it."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
+
+
+class TextMeasures(NamedTuple):
+    """perplexity: exp of the mean loss over `tokens` predicted tokens. eor: mean over adjacent pairs and MoE layers."""
+
+    perplexity: float
+    loss: float
+    eor: float
+    tokens: int
+
+
+class TextRows(NamedTuple):
+    """Teacher-forced sums of each of N rows of text, float64: loss_N in nats and shared_N (overlaps), both over the row's
+    pairs_N pairs of neighbours, which are its predicted tokens."""
+
+    loss_N: np.ndarray
+    shared_N: np.ndarray
+    pairs_N: np.ndarray
+
+    def measures(self) -> TextMeasures:
+        pairs = int(self.pairs_N.sum())
+        loss = float(self.loss_N.sum()) / pairs
+        return TextMeasures(perplexity(loss), loss, float(self.shared_N.sum()) / pairs, pairs)
 
 
 class Usage(NamedTuple):
@@ -212,6 +241,9 @@ class Interval(NamedTuple):
     high: float
 
 
+Sums = tuple[Sequence[float] | np.ndarray, Sequence[float] | np.ndarray]
+
+
 def bootstrap(
     numerators: Sequence[float] | np.ndarray,
     denominators: Sequence[float] | np.ndarray,
@@ -220,20 +252,60 @@ def bootstrap(
     resamples: int = 2000,
     level: float = 0.95,
 ) -> Interval | None:
-    """Percentile bootstrap over requests of sum(numerators) / sum(denominators). [R] each.
+    """Percentile bootstrap over requests (or rows of text) of sum(numerators) / sum(denominators). [R] each.
 
-    The same seed and R give the same resamples, so that two systems measured on the same requests pair. Resamples
-    without a denominator are left out; None where there is no request, or no denominator at all.
+    Resamples without a denominator are left out. None where there is no request, no denominator at all, or a value
+    that is not finite.
     """
+    ratios = _resampled(numerators, denominators, seed, resamples)
+    return _interval(ratios[~np.isnan(ratios)], level) if np.isfinite(numerators).all() else None
+
+
+def bootstrap_change(
+    before: Sums,
+    after: Sums,
+    change: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    *,
+    seed: int,
+    resamples: int = 2000,
+    level: float = 0.95,
+) -> Interval | None:
+    """Paired percentile bootstrap of change(ratios before, ratios after), such as `relative`.
+
+    before, after: (numerators [R], denominators [R]) of two systems on the same R requests. Each resample takes the same
+    requests for both, so that what makes a request hard for both falls out. Otherwise as `bootstrap`.
+    """
+    if len(before[0]) != len(after[0]):
+        raise ValueError(f"bootstrap_change: {len(before[0])} requests before, {len(after[0])} after: they do not pair")
+    first, second = (_resampled(*sums, seed, resamples) for sums in (before, after))
+    known = ~np.isnan(first) & ~np.isnan(second)
+    finite = np.isfinite(before[0]).all() and np.isfinite(after[0]).all()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _interval(change(first[known], second[known]), level) if finite else None
+
+
+def relative(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return after / before - 1
+
+
+def difference(before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    return after - before
+
+
+def _resampled(numerators, denominators, seed: int, resamples: int) -> np.ndarray:
+    """[resamples] ratios, NaN where a resample has no denominator. The same seed and R give the same resamples."""
     over, under = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if over.ndim != 1 or over.shape != under.shape:
         raise ValueError(f"bootstrap: want two lists of one length, got {over.shape} and {under.shape}")
-    if len(over) == 0 or under.sum() == 0:
-        return None
-    picks = np.random.default_rng(seed).integers(0, len(over), size=(resamples, len(over)))
+    picks = np.random.default_rng(seed).integers(0, max(1, len(over)), size=(resamples, len(over)))
     tops, bottoms = over[picks].sum(axis=1), under[picks].sum(axis=1)
-    ratios = tops[bottoms != 0] / bottoms[bottoms != 0]
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    return np.divide(tops, bottoms, out=np.full(resamples, np.nan), where=bottoms != 0)
+
+
+def _interval(values: np.ndarray, level: float) -> Interval | None:
+    if len(values) == 0 or not np.isfinite(values).all():
+        return None
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(low), float(high))
 
 

@@ -1,6 +1,6 @@
 """The before/after table of a report as plain rows: what terminal and card both show."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 
@@ -12,40 +12,96 @@ class Row(NamedTuple):
     cells: list[str]
 
 
-POLICY_TITLES = {"lru": "LRU", "lfu": "LFU", "fifo": "FIFO", "belady": "Belady"}
+_POLICY_TITLES = {"lru": "LRU", "lfu": "LFU", "fifo": "FIFO", "belady": "Belady"}
 
 
 def table(report: dict[str, Any]) -> tuple[list[str], list[Row]]:
-    """(arm names, rows) of the headline figures: quality, overlap, then each cache size."""
-    arms = report["arms"]
+    """(arm names, rows) of the headline figures: quality and overlap, then each cache size, then each domain."""
+    arms, capacities = report["arms"], report["conditions"]["capacities"]
     rows = [
-        Row("text", "perplexity", [number(arm["text"]["perplexity"], 3) for arm in arms]),
-        Row("text", "perplexity, change", [change(arm, arms[0]) for arm in arms]),
-        Row("text", "EOR, teacher-forced", [number(arm["text"]["eor"], 3) for arm in arms]),
-        Row("text", "EOR, forced decode", [number(arm["decode"]["forced"]["eor"], 3) for arm in arms]),
-        Row("text", "EOR, greedy decode", [number(arm["decode"]["greedy"]["eor"], 3) for arm in arms]),
+        *_text_rows("text", arms),
         Row("text", "  greedy: distinct-4", [number(arm["decode"]["greedy"]["distinct_4"], 3) for arm in arms]),
         Row("text", "  greedy: repetition", [number(arm["decode"]["greedy"]["repetition"], 3) for arm in arms]),
-        Row(
-            "text",
-            "usage entropy, layer mean",
-            [number(arm["decode"]["forced"]["usage"]["entropy_layers"], 3) for arm in arms],
-        ),
-        Row("text", "usage CV, layer mean", [number(arm["decode"]["forced"]["usage"]["cv_layers"], 3) for arm in arms]),
+        Row("text", "usage entropy, layer mean", [_usage(arm, "entropy_layers") for arm in arms]),
+        Row("text", "usage CV, layer mean", [_usage(arm, "cv_layers") for arm in arms]),
+        *_spread_rows(report),
     ]
-    for capacity in report["conditions"]["capacities"]:
+    for capacity in capacities:
         rows += _cache_rows(arms, capacity)
+    for domain in report.get("domains", []):
+        group = f"{domain['name']} ({'trained on' if domain['trained'] else 'not trained on'})"
+        rows += _text_rows(group, domain["arms"])
+        for capacity in capacities:
+            cells = [cell(arm, capacity) for arm in domain["arms"]]
+            rows.append(Row(group, f"C = {capacity}: LRU hit, MB a token", [_hit(one) for one in cells]))
+            rows.append(Row(group, f"C = {capacity}: LRU misses, change", _changes(cells, "misses_change")))
     return [arm["name"] for arm in arms], rows
+
+
+def conditions(report: dict[str, Any]) -> list[str]:
+    """How the figures were made, in sentences."""
+    c, base = report["conditions"], report["base"]
+    name = base["id"] + (f"@{base['commit'][:12]}" if base["commit"] else "")
+    draws = f" in {c['draws']} disjoint draws" if c["draws"] > 1 else ""
+    measured = (
+        f"Measured: {c['measured_requests']} of the requests, {c['device_name']}, {c['dtype']}, {c['threads']} thread(s), "
+        f"io {c['io']}; torch {c['torch']}, transformers {c['transformers']}."
+    )
+    return [
+        f"{name}: {base['moe_layers']} MoE layers, top-{base['top_k']} of {base['n_experts']}, "
+        f"{base['expert_bytes'] / 1e6:.3f} MB an expert.",
+        f"Text: {c['text_tokens']:,} held-out tokens of {c['data']}. Traces: {c['requests']} held-out requests of "
+        f"{c['prompt_tokens']} + {c['new_tokens']} tokens{draws}, cold cache each, step-atomic; forced unless greedy is named.",
+        "In brackets: 95 % bootstrap intervals of the change, paired over requests (perplexity: over rows of text).",
+        *([f"Domains: {'; '.join(map(_domain, report['domains']))}."] if report.get("domains") else []),
+        *([measured] if c["measured_requests"] else []),
+    ]
+
+
+def _domain(domain: dict[str, Any]) -> str:
+    base = domain["arms"][0]
+    requests, tokens = base["decode"]["forced"]["requests"], base["text"]["tokens"]
+    return f"{domain['name']} of {domain['source']}, {requests} requests, {tokens:,} tokens of text"
+
+
+def _text_rows(group: str, arms: list[dict]) -> list[Row]:
+    texts = [arm["text"] for arm in arms]
+    forced, greedy = ([arm["decode"][kind] for arm in arms] for kind in ("forced", "greedy"))
+    return [
+        Row(group, "perplexity", [number(one["perplexity"], 3) for one in texts]),
+        Row(group, "perplexity, change", _changes(texts, "perplexity_change", places=2)),
+        Row(group, "EOR, teacher-forced", [number(one["eor"], 3) for one in texts]),
+        Row(group, "EOR, forced decode", [number(one["eor"], 3) for one in forced]),
+        Row(group, "EOR, forced decode, change", _changes(forced, "eor_change", 1, 3, "")),
+        Row(group, "EOR, greedy decode", [number(one["eor"], 3) for one in greedy]),
+    ]
+
+
+def _spread_rows(report: dict[str, Any]) -> list[Row]:
+    """The standard deviation over the draws, where there are several."""
+    arms, capacities, draws = report["arms"], report["conditions"]["capacities"], report["conditions"]["draws"]
+    if draws < 2:
+        return []
+    spreads = [arm["spread"] for arm in arms]
+    return [
+        Row("text", f"sd of {draws} draws: perplexity", [number(one["perplexity"], 3) for one in spreads]),
+        Row("text", "  EOR, forced decode", [number(one["eor_forced"], 3) for one in spreads]),
+        *(
+            Row("text", f"  LRU hit, C = {capacity}", [number(one["lru_hit_ratio"][at], 3) for one in spreads])
+            for at, capacity in enumerate(capacities)
+        ),
+    ]
 
 
 def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
     group, rows = f"C = {capacity}", []
     for policy, admission in _policies(arms[0]):
         cells = [cell(arm, capacity, policy, admission) for arm in arms]
-        title = POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else " bypass")
+        title = _POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else " bypass")
         if policy == "lru":
             rows.append(Row(group, f"{title} hit", [number(one["hit_ratio"], 3) for one in cells]))
             rows.append(Row(group, f"{title} misses", [f"{one['misses']:,}" for one in cells]))
+            rows.append(Row(group, f"{title} misses, change", _changes(cells, "misses_change")))
             rows.append(Row(group, f"{title} MB a token", [megabytes(one["mb_a_token"]) for one in cells]))
             rows.append(Row(group, f"{title} gap closed", [percent(one["gap_closed"]) for one in cells]))
         else:
@@ -87,8 +143,26 @@ def _yes(value: bool | None) -> str:
     return "n/a" if value is None else "yes" if value else "NO"
 
 
+def _hit(one: dict) -> str:
+    return f"{number(one['hit_ratio'], 3)}, {megabytes(one['mb_a_token'])}"
+
+
 def _brief(one: dict) -> str:
-    return f"{number(one['hit_ratio'], 3)}, {megabytes(one['mb_a_token'])}, {percent(one['gap_closed'])}"
+    return f"{_hit(one)}, {percent(one['gap_closed'])}"
+
+
+def _usage(arm: dict, key: str) -> str:
+    return number(arm["decode"]["forced"]["usage"][key], 3)
+
+
+def _changes(parts: list[dict], key: str, scale: int = 100, places: int = 1, unit: str = " %") -> list[str]:
+    """-27.9 % [-30.1, -25.6], the interval at 95 %; nothing for the base, which comes first."""
+
+    def shown(value: float | None, interval: Sequence[float] | None) -> str:
+        ends = f" [{', '.join(f'{scale * end:+.{places}f}' for end in interval)}]" if interval else ""
+        return "n/a" if value is None else f"{scale * value:+.{places}f}{unit}{ends}"
+
+    return ["", *(shown(part[key], part[f"{key}_95"]) for part in parts[1:])]
 
 
 def _p50(name: str) -> Callable[[dict], str]:
@@ -120,9 +194,3 @@ def number(value: float | None, places: int) -> str:
 
 def percent(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.1f} %"
-
-
-def change(arm: dict, base: dict) -> str:
-    if arm is base:
-        return ""
-    return f"{100 * (arm['text']['perplexity'] / base['text']['perplexity'] - 1):+.2f} %"

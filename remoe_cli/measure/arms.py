@@ -1,0 +1,105 @@
+"""Arms: the sets of gates under comparison, measured one after the other in one resident model."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from remoe_cli import run as runs
+from remoe_cli.delta import Delta, gates_for, put
+from remoe_cli.errors import RunError
+from remoe_cli.families import find_gates
+from remoe_cli.families.loader import gate_disk_names, load_resident
+from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.measure.sample import measure, Sample
+from remoe_cli.recipe import Recipe
+from remoe_cli.report.figures import Measured
+from remoe_cli.run import Run
+
+
+class Arm(NamedTuple):
+    """delta: None for the base, whose gates are the checkpoint's own."""
+
+    name: str
+    role: str  # base, tuned or control
+    delta: Delta | None
+
+
+def control_of(run: Run, control: str | None) -> list[Run]:
+    """The run to show beside it, if any. Raises RunError where there is none of that name, or it is the run itself."""
+    if control is None:
+        return []
+    found = runs.find(control)
+    if found.folder.resolve() == run.folder.resolve():
+        raise RunError(
+            "the control is the run itself.",
+            "remoe finetune MODEL --recipe ce-only, then remoe eval --control THAT_RUN",
+        )
+    return [found]
+
+
+def choose_arms(run: Run, beside: Sequence[Run], checkpoint: Checkpoint) -> list[Arm]:
+    """Base, control, tuned. Raises DeltaError or RunError where a delta was not made from this checkpoint."""
+    chosen = [*((one, "control") for one in beside), (run, "tuned")]
+    names = [one.recipe.name for one, _ in chosen]
+    if len({"base", *names}) <= len(names):
+        names = [f"{name} ({role})" for name, (_, role) in zip(names, chosen, strict=True)]
+    deltas = [_delta(one, checkpoint) for one, _ in chosen]
+    arms = zip(names, (role for _, role in chosen), deltas, strict=True)
+    return [Arm("base", "base", None), *(Arm(*arm) for arm in arms)]
+
+
+def about(run: Run, beside: Sequence[Run], base: str | None) -> list[str]:
+    """Notes on what was compared."""
+    notes = [f"the base was read from {Path(base).name if Path(base).exists() else base}"] if base else []
+    for control in beside:
+        if control.facts.get("data") != run.facts.get("data"):
+            notes.append("the control was trained on other texts than the tuned gates")
+    return notes
+
+
+def _delta(run: Run, checkpoint: Checkpoint) -> Delta:
+    delta = Delta.load(run.delta)
+    if delta.is_applied(checkpoint):
+        raise RunError(
+            f"{checkpoint.id} holds the tuned gates of {run.folder} already.",
+            f"remoe eval {run.folder} --base {delta.base}",
+        )
+    return delta
+
+
+class Resident(NamedTuple):
+    """measured: sample -> arm -> what it did. gates: arm -> in-memory name -> tensor."""
+
+    measured: dict[str, dict[str, Measured]]
+    gates: dict[str, dict[str, torch.Tensor]]
+    moe_layers: int
+    n_experts: int
+    top_k: int
+
+
+def measure_resident(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    arms: Sequence[Arm],
+    samples: Mapping[str, Sample],
+    recipe: Recipe,
+) -> Resident:
+    """Every arm on every sample, each once. The model is gone afterwards: no expert may stay resident while they are
+    measured on disk."""
+    model = load_resident(checkpoint, dtype, device)
+    gates, disk_names = find_gates(model), gate_disk_names(model, checkpoint)
+    stock = {name: tensor.detach().clone() for gate in gates for name, tensor in gate.parameters.items()}
+    tensors = {arm.name: stock if arm.delta is None else gates_for(disk_names, arm.delta) for arm in arms}
+    measured: dict[str, dict[str, Measured]] = {name: {} for name in samples}
+    for arm in arms:
+        put(model, tensors[arm.name])
+        for name, sample in samples.items():
+            first = next(other for other in samples if samples[other] is sample)
+            title = f"{arm.name}, {name}" if name else arm.name
+            measured[name][arm.name] = (
+                measure(title, model, gates, sample, recipe) if first == name else measured[first][arm.name]
+            )
+    return Resident(measured, tensors, len(gates), gates[0].n_experts, gates[0].top_k)
