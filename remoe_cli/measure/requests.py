@@ -1,12 +1,13 @@
 """Held-out requests: a prompt and its true continuation, cut from documents that are long enough."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 
 from remoe_cli.errors import DataError
+from remoe_cli.train.packing import stretches
 
 SHORTEST = 3  # a prompt of one token, one that is fed, and one that it is to predict
 
@@ -14,15 +15,6 @@ SHORTEST = 3  # a prompt of one token, one that is fed, and one that it is to pr
 class Requests(NamedTuple):
     prompts_RP: torch.Tensor
     continuations_RS: torch.Tensor
-
-
-def stretches(documents: Sequence[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """The first `length` tokens of each document, then the next of each, and so on: a few long documents cannot crowd out
-    the others. The last stretch of a document may be shorter."""
-    for begin in range(0, max(map(len, documents), default=0), length):
-        for document in documents:
-            if len(document) > begin:
-                yield list(document[begin : begin + length])
 
 
 def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int) -> Requests:

@@ -7,10 +7,9 @@ import torch
 
 from remoe_cli.errors import DataError
 from remoe_cli.families import Gate, RouterTap
-from remoe_cli.measure.requests import stretches
 from remoe_cli.objectives.remoe import cross_entropy, overlap, Segments
 from remoe_cli.report.metrics import TextRows
-from remoe_cli.train.packing import batches, model_inputs
+from remoe_cli.train.packing import batches, model_inputs, stretches
 
 
 @torch.no_grad()

@@ -15,9 +15,8 @@ import torch
 from remoe_cli import atomic
 from remoe_cli.console import progress
 from remoe_cli.errors import DataError
-from remoe_cli.measure.requests import stretches
 from remoe_cli.recipe import Data
-from remoe_cli.train.packing import Document
+from remoe_cli.train.packing import Document, stretches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -93,6 +93,15 @@ def batches(
         raise DataError("the texts hold no token to train on.", "remoe finetune MODEL --data FILE.jsonl")
 
 
+def stretches(documents: Sequence[Sequence[int]], length: int) -> Iterator[list[int]]:
+    """The first `length` tokens of each document, then the next of each, and so on: a few long documents cannot crowd out
+    the others. The last stretch of a document may be shorter."""
+    for begin in range(0, max(map(len, documents), default=0), length):
+        for document in documents:
+            if len(document) > begin:
+                yield list(document[begin : begin + length])
+
+
 def pack(documents: Iterable[tuple[Position, Document]], tokens: int) -> Iterator[tuple[Row, Position]]:
     """Rows of exactly `tokens` ids (the last may be shorter), in the order the documents came, and the place after each.
 
