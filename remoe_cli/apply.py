@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from remoe_cli import atomic
 from remoe_cli import run as runs
 from remoe_cli.delta import BESIDE, Delta, FACTS, GATES, gates_for, is_delta, patched_copy, put
-from remoe_cli.errors import DeltaError
+from remoe_cli.errors import DeltaError, UsageError
 from remoe_cli.hub.resolve import fetch_repository, resolve
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ def apply(delta: str, base: str, out: Path) -> Path:
 
 def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
     """See remoe_cli.load."""
+    if kwargs.get("trust_remote_code"):
+        raise UsageError(
+            "remoe loads the native classes of transformers only, so trust_remote_code cannot be used.",
+            f"remoe_cli.load({base!r}, {delta!r}) without it",
+        )
     from transformers import AutoModelForCausalLM
 
     from remoe_cli.families import family_of

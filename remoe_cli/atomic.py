@@ -60,11 +60,11 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises RunError when `path` holds something already or cannot be written.
     """
     require_free(path)
-    make_folder(path.parent)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise unwritable(path.parent, error) from None
+        raise unwritable(path, error) from None
     scratch.chmod(0o755)
     try:
         yield scratch
@@ -79,4 +79,4 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 def unwritable(folder: Path, error: OSError | None) -> RunError:
     why = f" ({error.strerror})" if error is not None and error.strerror else ""
-    return RunError(f"the folder {folder} cannot be written{why}.", "the same command with another folder (--out DIR)")
+    return RunError(f"the folder {folder} cannot be written{why}.", "the same command with another folder")

@@ -1,16 +1,12 @@
 """remoe push: the delta, its recipe, report and card, to the Hub or to a folder."""
 
 import json
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from remoe_cli import atomic
-from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.delta import Delta
 from remoe_cli.errors import RunError, UsageError
@@ -19,13 +15,15 @@ from remoe_cli.report.renderers.card import card
 
 
 class Pushed(NamedTuple):
-    """where: folder or Hub address; name: what `remoe apply` finds it by; files: names and bytes; new: False when nothing
-    was sent (a dry run, or the same content)."""
+    """where: folder or Hub address; name, base: what `remoe apply` finds both by; files: names and bytes; new: False when
+    nothing was sent (a dry run, or the same content)."""
 
     where: str
     name: str
+    base: str
     files: dict[str, int]
     new: bool
+    dry_run: bool
 
 
 def arguments(first: str | None, second: str | None) -> tuple[str | None, str | None]:
@@ -49,37 +47,40 @@ def push(
     create_pr: bool = False,
     revision: str | None = None,
 ) -> Pushed:
-    """Raises RunError without a run, HubError without a token or right to write."""
-    if to is not None and (repo or private or create_pr or revision):
+    """Raises RunError without a run, HubError without a token or right to write, UsageError for a name that cannot be."""
+    if to is not None and (repo is not None or private or create_pr or revision is not None):
         raise UsageError(
             "--to writes a folder; a repository, --private, --create-pr and --revision belong to a push to the Hub.",
             f"remoe push --to {to}",
         )
+    from remoe_cli.hub.upload import check_branch, push_folder, target_of
+
+    check_branch(revision)
     found = runs.find(run)
+    delta = Delta.load(found.delta)
+    base = _findable(delta, found.facts)
     if to is not None and not dry_run:
         with atomic.new_folder(to) as scratch:
             files = assemble(found, scratch)
-        return Pushed(str(to), str(to), files, True)
-    from remoe_cli.hub.upload import push_folder, target_of
-
+        return Pushed(str(to), str(to), base, files, True, False)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch_name:
         folder = Path(scratch_name)
         if to is not None:
             atomic.require_free(to)
-            return Pushed(str(to), str(to), assemble(found, folder), False)
-        base_name = Path(Delta.load(found.delta).base).name
-        files = assemble(found, folder, target_of(repo, base_name, dry_run))
+            return Pushed(str(to), str(to), base, assemble(found, folder), False, True)
+        target = target_of(repo, _last_part(delta.base, found.facts.get("base")), dry_run)
+        files = assemble(found, folder, target)
         done = push_folder(
             folder,
-            repo,
-            base_name=base_name,
+            target,
             message=f"remoe: {found.recipe.name} gates",
             private=private,
             dry_run=dry_run,
             create_pr=create_pr,
             revision=revision,
         )
-        return Pushed(done.url, done.repo, files, done.new)
+        name = f"{done.repo}@{done.revision}" if done.revision else done.repo
+        return Pushed(done.url, name, base, files, done.new, dry_run)
 
 
 def assemble(run: runs.Run, folder: Path, name: str | None = None) -> dict[str, int]:
@@ -87,19 +88,19 @@ def assemble(run: runs.Run, folder: Path, name: str | None = None) -> dict[str, 
 
     Nothing in them names a folder of this machine. name: the repository, where it is known already.
     """
-    delta, facts, report = Delta.load(run.delta), run.facts, _report(run)
-    local = _local_folders(run, delta, facts)
+    delta, facts, report, recipe = Delta.load(run.delta), run.facts, _report(run), run.recipe
     licence = licence_of(delta.base, delta.commit)
-    delta = replace(delta, base=_without(local, delta.base))
+    if delta.commit is None:
+        delta = replace(delta, base=_last_part(delta.base, facts.get("base")))
     delta.save(folder)
-    recipe_file = folder / "recipe.yaml"
-    recipe = _without(local, yaml.safe_load(run.recipe.to_yaml()))
-    atomic.write(recipe_file, yaml.safe_dump(recipe, sort_keys=False))
-    if report is not None:
-        report = _without(local, report)
-        atomic.write(folder / "report.json", json.dumps(report, indent=1) + "\n")
+    recipe = replace(recipe, data=replace(recipe.data, source=_texts(recipe.data.source, facts.get("data"))))
+    atomic.write(folder / "recipe.yaml", recipe.to_yaml())
     try:
-        text = card(delta, recipes.read(recipe_file), facts, report, name=name or "THIS_REPO", licence=licence)
+        if report is not None:
+            report["run"] = _last_part(report["run"], run.folder.resolve())
+            report["base"]["id"] = delta.base
+            atomic.write(folder / "report.json", json.dumps(report, indent=1) + "\n")
+        text = card(delta, recipe, facts, report, name=name or "THIS_REPO", licence=licence)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError):
         raise _stale(run) from None
     atomic.write(folder / "README.md", text)
@@ -124,25 +125,19 @@ def _stale(run: runs.Run) -> RunError:
     )
 
 
-def _local_folders(run: runs.Run, delta: Delta, facts: dict[str, Any]) -> list[str]:
-    """The folders of this machine that a run's files may name, longest first."""
-    base, source = Path(delta.base), run.recipe.data.source.removeprefix("self:")
-    pinned = str(facts.get("data") or "").removeprefix("self:")
-    inside = [run.folder, run.folder.resolve(), Path.cwd() / "x", Path.home() / "x"]
-    inside += [base] if delta.commit is None else []
-    if Path(pinned).is_absolute() or Path(source).expanduser().exists():
-        inside += [Path(pinned), Path(source)]
-    folders = {str(path.parent) for path in inside} - {".", "/", ""}
-    return sorted(folders, key=len, reverse=True)
+def _findable(delta: Delta, facts: dict[str, Any]) -> str:
+    """What finds the delta's base from any folder of this machine."""
+    return f"{delta.base}@{delta.commit}" if delta.commit else str(facts.get("base") or delta.base)
 
 
-def _without(folders: list[str], value: Any) -> Any:
-    """The value with the names of these folders taken out of every text in it: a path keeps its last part."""
-    if isinstance(value, dict):
-        return {key: _without(folders, inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_without(folders, inner) for inner in value]
-    if isinstance(value, str):
-        for folder in folders:
-            value = re.sub(rf"(?<![\w/.-]){re.escape(folder)}/", "", value)
-    return value
+def _texts(source: str, pinned: str | None) -> str:
+    """data.source without folders. pinned: what it was found as, an absolute path for local texts (run.json)."""
+    prefix = "self:" if source.startswith("self:") else ""
+    named = source.removeprefix(prefix)
+    local = Path(pinned).is_absolute() if pinned else Path(named).expanduser().exists()
+    return prefix + (_last_part(named, pinned) if local else named)
+
+
+def _last_part(*paths: str | Path | None) -> str:
+    """The name of the first path that has one ("." has none)."""
+    return next((name for path in paths if path and (name := Path(path).name) not in ("", "..")), "local")

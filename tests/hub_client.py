@@ -15,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import hf_hub_download
 from remoe_cli.errors import RemoeError
 from remoe_cli.hub.resolve import fetch_config, fetch_repository, resolve
-from remoe_cli.hub.upload import push_folder
+from remoe_cli.hub.upload import push_folder, target_of
 for call in sys.stdin:
     try:
         value = eval(call)

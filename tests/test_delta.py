@@ -13,7 +13,7 @@ import torch
 import remoe_cli
 from remoe_cli.apply import apply, find_delta
 from remoe_cli.delta import Delta, gates_for, put
-from remoe_cli.errors import DeltaError, RunError
+from remoe_cli.errors import DeltaError, RunError, UsageError
 from remoe_cli.families.loader import gate_disk_names, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 
@@ -238,9 +238,9 @@ def test_odd_facts_are_a_damaged_delta(mixtral, tmp_path, change):
     make_delta(mixtral).save(tmp_path / "delta")
     path = tmp_path / "delta/remoe.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(DeltaError, match="damaged delta") as raised:
+    with pytest.raises(DeltaError, match=r"damaged delta|remoe\.json is damaged") as raised:
         Delta.load(tmp_path / "delta")
-    assert "\n" not in raised.value.message
+    assert "\n" not in raised.value.message and "Try:" not in raised.value.message
 
 
 def test_a_large_file_of_other_tensors_is_refused_by_its_header(mixtral, tmp_path):
@@ -317,3 +317,17 @@ def test_a_taken_folder_is_refused_before_the_base_is_looked_for(mixtral, tmp_pa
     make_delta(mixtral).save(tmp_path / "delta")
     with pytest.raises(RunError, match="not an empty folder"):
         apply(str(tmp_path / "delta"), "no/such-base", tmp_path / "delta")
+
+
+def test_facts_that_are_no_json_are_told_with_one_next_command(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "bad")
+    (tmp_path / "bad/remoe.json").write_text("[")
+    with pytest.raises(DeltaError, match=r"bad/remoe\.json is damaged: not valid JSON") as raised:
+        Delta.load(tmp_path / "bad")
+    assert str(raised.value).count("Try: ") == 1
+
+
+def test_code_of_the_repository_is_never_run(mixtral, tmp_path):
+    make_delta(mixtral).save(tmp_path / "delta")
+    with pytest.raises(UsageError, match="native classes"):
+        remoe_cli.load(str(mixtral.folder), str(tmp_path / "delta"), trust_remote_code=True)

@@ -4,6 +4,8 @@ CI runs three cases of each kind, `make test-faults` all of them.
 """
 
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,8 +13,11 @@ import numpy as np
 import pytest
 from faults import chosen
 from hub_client import Client
+from huggingface_hub import HfApi
 from loopback_hub import Account, Fault, LoopbackHub
 from safetensors.numpy import save
+
+from remoe_cli.hub.failures import explain
 
 WRITER, READER, WRONG = "hf_writer-of-this-test", "hf_reader-of-this-test", "hf_nobody"
 WEIGHTS = save({"w": np.arange(50_000, dtype=np.float32)})
@@ -85,8 +90,8 @@ DOWNLOADS = [
     Case("no network", "cannot reach http://127.0.0.1:9 (ConnectError)", "network", env={"HF_ENDPOINT": "http://127.0.0.1:9"}),
 ]  # fmt: skip
 
-PUSH = "push_folder(Path(DELTA), 'ada/NAME', base_name='b', message='remoe: gates')"
-PROPOSE = "push_folder(Path(DELTA), 'org/NAME', base_name='b', message='remoe: gates', create_pr=True)"
+PUSH = "push_folder(Path(DELTA), target_of('ada/NAME', 'b'), message='remoe: gates')"
+PROPOSE = "push_folder(Path(DELTA), target_of('org/NAME', 'b'), message='remoe: gates', create_pr=True)"
 PUSHES = [
     Case("no token", "no Hugging Face token is set", "remoe push --to", again=WRITER),
     Case("401", "does not accept the token in HF_TOKEN", "unset HF_TOKEN", token=WRONG, again=WRITER),
@@ -244,3 +249,43 @@ def test_a_commit_whose_answer_was_lost_is_not_made_twice(hub, client, delta):
     assert "broke off the connection" in answer["message"] and "no second commit" in answer["hint"]
     again = client(WRITER, {})(call)
     assert not again["new"] and again["commit"] == hub.repos["model", "ada/lost"].refs["main"]
+
+
+def test_a_push_in_between_is_not_overwritten(hub, client, delta):
+    """The second push comes while the first is under way: after it has looked, before its commit."""
+    (delta / "gates.safetensors").write_bytes(save({"between": np.ones((8, 16), np.float32)}))
+    call = PUSH.replace("NAME", "between").replace("DELTA", repr(str(delta)))
+    hub.add("model", "ada/between", {"README.md": b"first"})
+    hub.log.clear()
+    hub.faults.append(Fault("POST .*ada/between/preupload", delay=3, times=1))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(client(WRITER, {}), call)
+        while not any("between/preupload" in entry for entry in hub.log):
+            time.sleep(0.01)
+        other = HfApi(hub.url, token=WRITER)
+        other.upload_file(path_or_fileobj=b"by another", path_in_repo="README.md", repo_id="ada/between")
+        assert not first.done()
+        answer = first.result()
+    hub.faults.clear()
+    assert "changed while this was pushed (status 412" in answer["message"], answer
+    assert hub.files("model", "ada/between") == {"README.md": b"by another"}
+    assert client(WRITER, {})(call)["new"]
+    assert hub.files("model", "ada/between")["gates.safetensors"] == (delta / "gates.safetensors").read_bytes()
+
+
+def test_a_closed_pull_request_does_not_count_as_open(hub, client, delta):
+    (delta / "gates.safetensors").write_bytes(save({"closed": np.ones((8, 16), np.float32)}))
+    call = PROPOSE.replace("NAME", "closed").replace("DELTA", repr(str(delta)))
+    hub.add("model", "org/closed", {"README.md": b"theirs"})
+    assert client(WRITER, {})(call)["revision"] == "refs/pr/1"
+    again = client(WRITER, {})(call)
+    assert (again["new"], again["revision"]) == (False, "refs/pr/1")
+    hub.repos["model", "org/closed"].requests[0]["status"] = "closed"
+    again = client(WRITER, {})(call)
+    assert (again["new"], again["revision"]) == (True, "refs/pr/2")
+
+
+def test_the_token_is_cut_out_of_an_error_of_no_known_kind(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    said = explain(RuntimeError(f"proxy said no to Bearer {WRITER}"), "org/x").message
+    assert "RuntimeError: proxy said no to Bearer ***" in said and WRITER not in said

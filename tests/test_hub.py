@@ -1,10 +1,8 @@
-"""Downloads and uploads with the real huggingface_hub, in processes of their own, against the loopback Hub."""
+"""Downloads with the real huggingface_hub, in processes of their own, against the loopback Hub."""
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,8 @@ from loopback_hub import Account, Fault, LoopbackHub
 from safetensors.numpy import save
 
 from remoe_cli import demo
-from remoe_cli.errors import HubError, UsageError
+from remoe_cli.errors import HubError
 from remoe_cli.hub.resolve import fetch_config, resolve, split
-from remoe_cli.hub.upload import push_folder
 
 TOKEN = "hf_a-secret-of-this-test"
 SHARDS = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": np.full((4, 64), i, np.float32)}) for i in (1, 2)}
@@ -223,6 +220,43 @@ def test_a_cache_that_cannot_be_written(hub, tmp_path):
     assert got["error"] == "HubError" and "cannot be written" in got["message"] and "HF_HOME=" in got["hint"]
 
 
+def test_a_mirror_that_tells_no_sizes_still_serves(hub, home):
+    sha = hub.add("model", "org/moe", NEEDED)
+    hub.sizes = dict.fromkeys(NEEDED)
+    (got, again), stderr = ask_and_listen(hub, home, "resolve('org/moe')", "resolve('org/moe')")
+    assert got.get("commit") == again.get("commit") == sha, (got, again)
+    assert {p.name: p.read_bytes() for p in Path(got["folder"]).iterdir()} == NEEDED
+    assert "2 weight files, of unknown size, to" in stderr
+
+
+def test_without_sizes_the_hash_still_tells(hub, home):
+    hub.add("model", "org/moe", NEEDED)
+    hub.sizes = dict.fromkeys(NEEDED)
+    hub.faults = [Fault("GET .*00001-of.*", corrupt=True)]
+    (got,) = ask(hub, home, "resolve('org/moe')")
+    assert "another content than the Hub announces" in got["message"]
+
+
+def test_a_delta_of_which_the_cache_lacks_the_gates(hub, home):
+    hub.add("model", "ada/delta", {"gates.safetensors": b"x", "remoe.json": b"{}"})
+    call = "fetch_repository('ada/delta', ('remoe.json', 'gates.safetensors'))"
+    (folder, _), *_ = ask(hub, home, call)
+    (Path(folder) / "gates.safetensors").unlink()
+    (offline,) = ask(hub, home, call, HF_HUB_OFFLINE="1")
+    (down,) = ask(hub, home, call, HF_ENDPOINT="http://127.0.0.1:9")
+    assert "HF_HUB_OFFLINE is set and the cache" in offline["message"]
+    assert offline["hint"] == "HF_HUB_OFFLINE=0 hf download ada/delta"
+    for answer in (offline, down):
+        assert "lacks gates.safetensors of ada/delta" in answer["message"]
+
+
+def test_a_delta_that_is_nowhere_is_called_a_delta(hub, home):
+    calls = [f"fetch_repository({name!r}, ('remoe.json',))" for name in ("org/nope", "a/b/c")]
+    absent, no_id = ask(hub, home, *calls)
+    assert "there is no public delta org/nope on" in absent["message"]
+    assert "Hub id of a delta" in no_id["hint"]
+
+
 def test_a_missing_shard_on_the_hub_is_named(hub, home):
     hub.add("model", "org/moe", {name: data for name, data in NEEDED.items() if "00002-of" not in name})
     (got,) = ask(hub, home, "resolve('org/moe')")
@@ -280,112 +314,3 @@ def test_demo_is_the_embedded_checkpoint():
     found = fetch_config("demo")
     assert (found.id, found.commit, found.folder) == ("demo", None, demo.PATH)
     assert found.config["model_type"] == "deepseek_v2"
-
-
-# Upload
-
-
-@pytest.fixture
-def delta(tmp_path):
-    folder = tmp_path / "delta"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "gates.safetensors").write_bytes(save({"gate": np.ones((8, 16), np.float32)}))
-    (folder / "README.md").write_text("---\nlibrary_name: remoe\n---\n# card")
-    (folder / "sub" / "report.json").write_text("{}")
-    (folder / ".scratch").write_text("not to be pushed")
-    return folder
-
-
-def push(folder, *args, **options):
-    named = {**options, "base_name": "DeepSeek-V2-Lite", "message": "gates"}
-    shown = ", ".join([*map(repr, args), *(f"{name}={value!r}" for name, value in named.items())])
-    return f"push_folder(Path({str(folder)!r}), {shown})"
-
-
-def test_push_makes_one_commit_and_a_second_of_the_same_makes_none(hub, home, delta):
-    first, second = ask(hub, home, push(delta, "ada/moe"), push(delta, "ada/moe"), token=TOKEN)
-    repo = hub.repos["model", "ada/moe"]
-    assert first["new"] and not second["new"] and first["commit"] == second["commit"] == repo.refs["main"]
-    assert first["url"] == f"{hub.url}/ada/moe" and len(repo.commits) == 2  # the Hub's own first one, and ours
-    pushed = {name: data for name, data in hub.files("model", "ada/moe").items() if name != ".gitattributes"}
-    names = ["README.md", "gates.safetensors", "sub/report.json"]
-    assert pushed == {name: (delta / name).read_bytes() for name in names} and first["files"] == names
-    (delta / "sub" / "report.json").write_text('{"changed": true}')
-    (third,) = ask(hub, home, push(delta, "ada/moe"), token=TOKEN)
-    assert third["new"] and len(repo.commits) == 3
-    assert hub.files("model", "ada/moe")["sub/report.json"] == b'{"changed": true}'
-
-
-def test_the_default_name_is_the_bases_under_the_tokens_account(hub, home, delta):
-    (got,) = ask(hub, home, push(delta), token=TOKEN)
-    assert got["repo"] == "ada/DeepSeek-V2-Lite-remoe" and got["url"].endswith("/ada/DeepSeek-V2-Lite-remoe")
-    assert ("model", "ada/DeepSeek-V2-Lite-remoe") in hub.repos
-
-
-def test_private_is_private_from_the_start_and_never_lands_in_public(hub, home, delta):
-    hub.add("model", "ada/open", {"README.md": b""})
-    calls = [push(delta, name, private=True) for name in ("ada/x", "ada/open")]
-    made, refused = ask(hub, home, *calls, token=TOKEN)
-    assert made["new"] and hub.repos["model", "ada/x"].private
-    assert refused["error"] == "HubError" and "is public" in refused["message"] and "--private" in refused["hint"]
-    assert set(hub.files("model", "ada/open")) == {"README.md"}
-
-
-def test_no_token_means_no_request(hub, home, delta):
-    refused, dry = ask(hub, home, push(delta), push(delta, "ada/x", dry_run=True))
-    assert refused["error"] == "HubError" and "no Hugging Face token is set" in refused["message"]
-    assert "hf auth login" in refused["hint"] and "HF_TOKEN" in refused["hint"]
-    assert dry["repo"] == "ada/x" and dry["commit"] is None and len(dry["files"]) == 3
-    assert hub.log == []
-
-
-def test_a_dry_run_asks_who_and_writes_nothing(hub, home, delta):
-    (dry,) = ask(hub, home, push(delta, dry_run=True), token=TOKEN)
-    assert dry["repo"] == "ada/DeepSeek-V2-Lite-remoe" and not dry["new"]
-    assert hub.log == ["GET /api/whoami-v2"] and hub.repos == {}
-
-
-def test_each_refusal_of_a_push_has_its_own_words(hub, home, delta):
-    hub.add("model", "org/theirs", {"README.md": b""})
-    hub.accounts["hf_reader"] = Account("bob", write=False)
-    hub.faults = [Fault("POST /api/repos/create", 500, times=1)]
-    failing, theirs = ask(hub, home, push(delta, "ada/x"), push(delta, "org/theirs"), token=TOKEN)
-    (reader,) = ask(hub, home, push(delta), token="hf_reader")
-    (unknown,) = ask(hub, home, push(delta), token="hf_unknown")
-    expected = [
-        ("failed with status 500", "in a few minutes"),
-        ("do not have write access to org/theirs", "hf auth login"),
-        ("may not make bob/DeepSeek-V2-Lite-remoe (You do not have the rights to create", "remoe push RUN YOU/NAME"),
-        ("does not accept the token in HF_TOKEN", "unset HF_TOKEN"),
-    ]
-    for answer, (message, hint) in zip((failing, theirs, reader, unknown), expected, strict=True):
-        assert answer["error"] == "HubError" and message in answer["message"] and hint in answer["hint"], answer
-
-
-def test_an_empty_folder_or_a_revision_is_not_pushed(tmp_path, delta):
-    with pytest.raises(UsageError, match="nothing to push"):
-        push_folder(tmp_path / "none", "ada/x", base_name="b", message="m")
-    with pytest.raises(UsageError, match="names a branch"):
-        push_folder(delta, "ada/x@main", base_name="b", message="m")
-
-
-# The server by itself, as the end-to-end tests start it
-
-
-def test_the_server_runs_from_a_folder_and_keeps_what_is_pushed(tmp_path, delta):
-    model = tmp_path / "root/models/org/moe"
-    model.mkdir(parents=True)
-    for name, data in NEEDED.items():
-        (model / name).write_bytes(data)
-    command = [sys.executable, str(Path(__file__).with_name("loopback_hub.py")), "--root", str(tmp_path / "root")]
-    with subprocess.Popen([*command, "--account", f"ada:{TOKEN}"], stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().strip()
-            calls = ["resolve('org/moe')", push(delta, "ada/x")]
-            got, pushed = ask(LoopbackHub(), tmp_path / "home", *calls, token=TOKEN, HF_ENDPOINT=url)
-        finally:
-            server.terminate()
-    assert len(got["commit"]) == 40 and pushed["new"]
-    kept = tmp_path / "root/models/ada/x/gates.safetensors"
-    assert kept.read_bytes() == (delta / "gates.safetensors").read_bytes()

@@ -9,7 +9,7 @@ import sys
 
 import pyarrow
 import pytest
-from loopback_hub import Fault, LoopbackHub
+from loopback_hub import Account, Fault, LoopbackHub
 from pyarrow import parquet
 from tiny_tokenizers import wrapped
 
@@ -116,6 +116,17 @@ def test_splits_parts_and_what_is_refused(hub, tmp_path):
     ]
     for answer, (kind, message, hint) in zip(refused, expected, strict=True):
         assert answer["error"] == kind and message in answer["message"] and hint in answer["hint"], answer
+
+
+def test_a_token_that_the_server_quotes_is_cut_out(tmp_path):
+    token = "hf_" + "secret" * 20
+    with LoopbackHub() as hub:
+        hub.accounts[token] = Account("ada")
+        hub.add("dataset", "org/x", {"train.jsonl": b'{"text": "a"}\n'})
+        hub.faults = [Fault("GET .*x/resolve/.*jsonl", 418, message="no: {token} may not")]
+        (got,) = ask(hub, tmp_path / "home", "org/x", HF_TOKEN=token)
+    assert "error" in got and "Bearer *** may not" in got["message"], got
+    assert "secret" not in json.dumps(got)
 
 
 def test_without_the_package_datasets_the_error_names_it(hub, tmp_path):

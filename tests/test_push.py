@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 import tiny_models
 import yaml
-from commands import Remoe
+from commands import make_model, make_texts, QUICK, refused, Remoe
 from huggingface_hub import ModelCard, ModelCardData
-from loopback_hub import Account, LoopbackHub
+from loopback_hub import Account, Fault, LoopbackHub
 from test_delta import make_delta
 
 from remoe_cli import run as runs
@@ -43,7 +44,8 @@ def work(tmp_path, monkeypatch):
 
 def make_run(base: Path, commit: str | None = None, data: str = "demo", name: str = "runs/a-run") -> runs.Run:
     """A finished run as finetune leaves it. commit: the base is BASE on the Hub, else the local folder."""
-    recipe = load("remoe", "mixtral", [f"data.source={json.dumps(data)}"])
+    recipe = load("remoe", "mixtral")
+    recipe = replace(recipe, data=replace(recipe.data, source=data))
     run = runs.create(str(base), recipe, Path(name))
     delta = make_delta(Checkpoint.open(base))
     delta = replace(delta, base=BASE if commit else str(base), commit=commit)
@@ -57,28 +59,71 @@ def contents(folder: Path) -> dict[str, str]:
     return {path.name: path.read_bytes().decode(errors="replace") for path in folder.iterdir()}
 
 
-def test_a_pushed_folder_names_no_folder_of_this_machine(base, work):
-    (work / "private/texts").mkdir(parents=True)
-    (work / "private/texts/mine.jsonl").write_text("{}")
-    run = make_run(base, data="private/texts/mine.jsonl")
-    report = {
-        "run": str(run.folder.resolve()),
-        "base": {"id": str(base)},
-        "notes": [f"read {work}/private/texts/mine.jsonl"],
-    }
-    run.report.write_text(json.dumps(report))
-    with pytest.raises(RunError, match=r"report\.json is damaged, or of another version"):
-        assemble(run, work / "nowhere")
-    run.report.unlink()
+def test_a_pushed_folder_names_no_folder_of_this_machine(work, capsys, monkeypatch):
+    """All that remoe itself writes, from odd paths: spaces, other letters, double slashes, a symbolic link."""
+    remoe = Remoe(capsys, monkeypatch)
+    make_model(work / "sécr et/store/tiny")
+    (work / "sécr et/models").mkdir()
+    (work / "sécr et/models/my moe").symlink_to(work / "sécr et/store/tiny")
+    (work / "sécr et/texts").mkdir()
+    make_texts(work / "sécr et/texts/mine.jsonl", rows=120)
+    make_texts(work / "sécr et/texts/other.jsonl", rows=120)
+    data = ("--data", f"{work}//sécr et/texts//mine.jsonl")
+    made = remoe("finetune", "./sécr et//models/my moe", *data, "--steps", 1, "--out", "sécr et//rüns/a run", *QUICK)
+    assert made.code == 0, made.err
+    other = ("--base", "./sécr et/store//tiny", "--domain", "sécr et//texts/other.jsonl")
+    evaluated = remoe("eval", "./sécr et/rüns//a run", "--cache", 2, *other)
+    assert evaluated.code == 0, evaluated.err
+    assert "sécr et" in Path("sécr et/rüns/a run/report.json").read_text().encode().decode("unicode-escape")
+    assert remoe("push", "sécr et/rüns/a run", "--to", "out").code == 0
+    files = {path.name: path.read_bytes().decode(errors="replace") for path in Path("out").iterdir()}
+    assert set(files) == {"gates.safetensors", "remoe.json", "recipe.yaml", "report.json", "README.md"}
+    report = json.loads(files["report.json"])
+    files |= {"report.json": repr(report), "recipe.yaml": repr(recipe := yaml.safe_load(files["recipe.yaml"]))}
+    for name, text in files.items():
+        for secret in ("cr et", "models/", "store", "texts/", "rüns", str(work), str(Path.home()) + "/"):
+            assert secret not in text, name
+    assert (Delta.load(Path("out")).base, report["base"]["id"], report["run"]) == ("my moe", "my moe", "a run")
+    assert recipe["data"]["source"] == "mine.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("base_name", "source", "shown"),
+    [("./sécr et/my moe/", "self:sécr et/mine.jsonl", ("my moe", "self:mine.jsonl")),
+     ("sécr et//my moe", "./sécr et//mine.jsonl", ("my moe", "mine.jsonl")),
+     ("{work}//sécr et/my moe", "{work}//sécr et/mine.jsonl", ("my moe", "mine.jsonl")),
+     ("deepseek-ai/Moe", "deepseek-ai/some-dataset", ("Moe", "deepseek-ai/some-dataset")),
+     ("deepseek-ai/Moe", "self:deepseek-ai/some-dataset:part@main", ("Moe", "self:deepseek-ai/some-dataset:part@main")),
+     ("demo", "demo:code", ("demo", "demo:code")), (".", ".", ("{name}", "{name}"))],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "not pinned"])
+def test_only_what_is_a_path_is_shortened(base, work, base_name, source, shown, pinned):
+    (work / "sécr et").mkdir()
+    (work / "sécr et/mine.jsonl").write_text("{}")
+    base_name, source = (text.format(work=work) for text in (base_name, source))
+    run = make_run(base, data=source)
+    replace(Delta.load(run.delta), base=base_name).save(run.delta)
+    found = Path(source.removeprefix("self:"))
+    run.note(base=str(Path(base_name).resolve()))
+    run.note(data=(str(found.resolve()) if found.exists() else str(found)) if pinned else None)
     (work / "out").mkdir()
     assemble(run, work / "out")
+    recipe = yaml.safe_load((work / "out/recipe.yaml").read_text())
+    base_shown, texts = (text.format(name=work.name) for text in shown)
+    if source == "." and not pinned:
+        texts = "local"
+    assert (Delta.load(work / "out").base, recipe["data"]["source"]) == (base_shown, texts)
     for text in contents(work / "out").values():
-        for secret in (str(base.parent), str(work), "private/", "runs/", str(Path.home()) + "/"):
-            assert secret not in text
-    assert Delta.load(work / "out").base == "tiny-moe"
-    assert yaml.safe_load((work / "out/recipe.yaml").read_text())["data"]["source"] == "mine.jsonl"
-    card = ModelCard.load(work / "out/README.md").data
-    assert card.base_model is None and card.license_name == "tiny-1.0"
+        assert "cr et" not in text and str(work) not in text
+
+
+def test_a_report_of_another_version_is_told(base, work):
+    run = make_run(base)
+    run.report.write_text(json.dumps({"run": "runs/a-run", "base": {"id": str(base)}, "notes": []}))
+    (work / "out").mkdir()
+    with pytest.raises(RunError, match=r"report\.json is damaged, or of another version"):
+        assemble(run, work / "out")
 
 
 def test_a_data_set_of_the_hub_keeps_its_name(base, work):
@@ -128,7 +173,7 @@ def test_a_dry_run_to_a_folder_writes_nothing(base, work, capsys, monkeypatch):
     ("file", "content", "words"),
     [("recipe.yaml", None, "recipe.yaml"), ("recipe.yaml", "- a", "recipe.yaml"), ("report.json", "[]", "report.json is damaged"),
      ("report.json", "{}", "report.json is damaged"), ("report.json", "[" * 100_000, "report.json is damaged"),
-     ("delta/remoe.json", "{}", "damaged delta"), ("delta/remoe.json", "[]", "damaged delta"),
+     ("delta/remoe.json", "{}", "damaged delta"), ("delta/remoe.json", "[]", "remoe.json is damaged"),
      ("delta/gates.safetensors", "short", "damaged delta"), ("run.json", "{", "run.json is missing or damaged")],
 )  # fmt: skip
 def test_a_damaged_run_is_told_in_one_line(base, work, capsys, monkeypatch, file, content, words):
@@ -216,6 +261,90 @@ def test_what_is_no_delta_is_not_downloaded(hub, remoe, work):
     assert not [entry for entry in hub.log if "/resolve/" in entry]
     (work / "here").mkdir()
     assert "is here already" in remoe("pull", "here")[2]
+
+
+def test_the_next_command_of_a_push_can_be_run(hub, remoe, base, work):
+    """With the base known, from a branch and from a pull request as well."""
+    commit = hub.repos["model", BASE].refs["main"]
+    make_run(base, commit)
+    hub.add("model", "other/next", {"README.md": b""})
+    for number, (more, name) in enumerate(
+        [(["me/next"], "me/next"), (["me/next", "--revision", "v2"], "me/next@v2"),
+         (["other/next", "--create-pr"], "other/next@refs/pr/1")]
+    ):  # fmt: skip
+        code, out, err = remoe("push", "a-run", *more)
+        assert code == 0 and "Pushed to" in out and err == "", err
+        command = out.strip().rpartition("Next: remoe ")[2]
+        assert command == f"apply {name} {BASE}@{commit} --out DIR"
+        code, _, err = remoe(*shlex.split(command.replace("DIR", f"patched-{number}")))
+        assert code == 0 and (work / f"patched-{number}/config.json").is_file(), err
+
+
+def test_the_next_command_names_a_local_base_by_its_path(base, work, capsys, monkeypatch):
+    (work / "my models").mkdir()
+    (work / "my models/tiny").symlink_to(base)
+    run = make_run(Path("my models/tiny"))
+    run.note(base=str(base))
+    remoe = Remoe(capsys, monkeypatch)
+    ran = remoe("push", "--to", "a folder")
+    command = ran.out.strip().rpartition("Next: remoe ")[2]
+    assert command == f"apply 'a folder' {shlex.quote(str(base))} --out DIR"
+    assert remoe(*shlex.split(command)).code == 0
+
+
+def test_a_dry_run_says_so_to_scripts_and_needs_no_token(remoe, base):
+    make_run(base)
+    for more in (["me/x"], [], ["--to", "out"]):
+        code, out, err = remoe("push", "a-run", *more, "--dry-run", "--json", token=None)
+        assert code == 0 and json.loads(out)["dry_run"] is True and json.loads(out)["new"] is False, err
+    code, out, _ = remoe("push", "a-run", "--to", "out", "--json", token=None)
+    assert json.loads(out)["dry_run"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["a/b/c"], "a repository is user/name"), (["bad name/x"], "a repository is user/name"), ([""], "a repository is"),
+     (["me/x", "--revision", ""], "--revision is a branch"), (["me/x", "--revision", "a b"], "--revision is a branch")],
+    ids=str,
+)  # fmt: skip
+def test_a_name_that_cannot_be_is_wrong_usage(base, work, capsys, monkeypatch, arguments, words):
+    make_run(base)
+    ran = Remoe(capsys, monkeypatch)("push", "a-run", *arguments)
+    refused(ran, words)
+    assert ran.code == UsageError.exit_code and "DeepSeek" not in ran.err
+
+
+def test_a_folder_that_cannot_be_made_is_the_one_that_was_named(base, work, capsys, monkeypatch):
+    make_run(base)
+    ran = Remoe(capsys, monkeypatch)("push", "a-run", "--to", "/proc/zz/delta")
+    refused(ran, "the folder /proc/zz/delta cannot be written", "with another folder")
+    assert "--out" not in ran.err
+
+
+def test_the_demos_licence_is_on_its_card(base, work):
+    run = make_run(base)
+    replace(Delta.load(run.delta), base="demo").save(run.delta)
+    (work / "out").mkdir()
+    assemble(run, work / "out")
+    assert ModelCard.load(work / "out/README.md").data.license == "apache-2.0"
+
+
+def test_a_licence_that_another_time_may_give_is_noted(hub, remoe, base):
+    make_run(base, hub.repos["model", BASE].refs["main"])
+    hub.faults = [Fault(f"GET /api/models/{BASE}", 503)]
+    code, _, err = remoe("push", "a-run", "me/unlicensed")
+    hub.faults = []
+    assert code == 0 and f"Note: the licence of {BASE} could not be read" in err
+    assert b"could not be read" in hub.files("model", "me/unlicensed")["README.md"]
+    code, out, err = remoe("push", "a-run", "me/unlicensed")
+    assert code == 0 and "Pushed to" in out and err == ""
+    assert b"license_name: tiny-1.0" in hub.files("model", "me/unlicensed")["README.md"]
+
+
+def test_the_card_says_that_the_base_wrote_its_own_texts(base, work):
+    (work / "out").mkdir()
+    assemble(make_run(base, data="self:demo"), work / "out")
+    assert "- Trained on what the base wrote after prompts from demo for " in (work / "out/README.md").read_text()
 
 
 def test_the_licence_is_left_out_and_said_so_where_it_is_not_known(base, work):

@@ -121,18 +121,18 @@ TRAPS = {
         ],
         "Verify size or hash of every shard": ["test_hub.py::test_a_damaged_cached_file_is_named"],
         "Push without write right": [
-            "test_hub.py::test_each_refusal_of_a_push_has_its_own_words",
+            "test_hub_upload.py::test_each_refusal_of_a_push_has_its_own_words",
             "test_push.py::test_push_to_a_branch_and_as_a_pull_request_makes_no_second",
         ],
         "The card names the pinned base commit": ["test_push.py::test_push_pull_and_apply"],
         "Same delta twice: no new commit": [
-            "test_hub.py::test_push_makes_one_commit_and_a_second_of_the_same_makes_none"
+            "test_hub_upload.py::test_push_makes_one_commit_and_a_second_of_the_same_makes_none"
         ],
         "Ctrl-C anywhere": [
             "test_faults_train.py::test_ctrl_c_at_any_instant_ends_cleanly_and_resume_ends_with_the_same_gates",
             "test_faults_eval.py::test_ctrl_c",
-            "test_interrupt_hub.py::test_ctrl_c_in_a_download",
-            "test_interrupt_hub.py::test_ctrl_c_in_a_push",
+            "test_faults_interrupt_hub.py::test_ctrl_c_in_a_download",
+            "test_faults_interrupt_hub.py::test_ctrl_c_in_a_push",
             "test_decode.py::test_ctrl_c_while_decoding",
         ],
     },

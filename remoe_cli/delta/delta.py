@@ -119,7 +119,9 @@ class Delta:
             )
         except KeyError as error:
             raise _damaged(folder, f"{FACTS} lacks {error}") from None
-        except (CheckpointError, ValueError, TypeError, OSError, SafetensorError) as error:
+        except CheckpointError as error:  # names the file itself
+            raise DeltaError(error.message, error.hint) from None
+        except (ValueError, TypeError, OSError, SafetensorError) as error:
             raise _damaged(folder, str(error)) from None
 
     def is_applied(self, checkpoint: Checkpoint) -> bool:

@@ -93,9 +93,12 @@ class Checkpoint:
             file.seek(info.offset)
             return file.read(info.nbytes)
 
-    def sha256(self, name: str) -> str:
-        """Hex digest of the stored bytes of one tensor."""
-        return hashlib.sha256(self.raw(name)).hexdigest()
+    def sha256(self, *names: str) -> str:
+        """Hex digest of the stored bytes of a tensor, or of several one after the other."""
+        digest = hashlib.sha256()
+        for name in names:
+            digest.update(self.raw(name))
+        return digest.hexdigest()
 
     def _header(self, file: Path) -> dict[str, TensorInfo]:
         try:

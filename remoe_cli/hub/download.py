@@ -19,25 +19,32 @@ _BLOCK = 1 << 20
 class RemoteFile(NamedTuple):
     """size in bytes; sha256 of a large file's content (LFS); blob_id: git's sha1 of a small one; None: not told."""
 
-    size: int
+    size: int | None
     sha256: str | None
     blob_id: str | None
 
     def matches(self, path: Path) -> bool:
-        """True when the file's content has this size and digest. Reads all of it."""
-        if path.stat().st_size != self.size:
+        """True when the file's content has this size and digest, as far as they were told. Reads all of it."""
+        held = path.stat().st_size
+        if self.size not in (None, held):
             return False
         if self.sha256 is not None:
             return _digest(path, hashlib.sha256()) == self.sha256
-        return self.blob_id is None or _digest(path, hashlib.sha1(b"blob %d\0" % self.size)) == self.blob_id
+        return self.blob_id is None or _digest(path, hashlib.sha1(b"blob %d\0" % held)) == self.blob_id
 
 
 def remote_files(info: Any) -> dict[str, RemoteFile]:
     """Name -> what the Hub says of it, from model_info(..., files_metadata=True)."""
     return {
-        sibling.rfilename: RemoteFile(sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)
+        sibling.rfilename: RemoteFile(sibling.size, sibling.lfs.sha256 if sibling.lfs else None, sibling.blob_id)
         for sibling in info.siblings or []
     }
+
+
+def total_size(files: dict[str, RemoteFile]) -> int | None:
+    """None when the Hub does not tell all sizes."""
+    sizes = [file.size for file in files.values()]
+    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def cached(repo: str, name: str, revision: str | None) -> Path | None:
@@ -70,13 +77,13 @@ def download(repo: str, commit: str, files: dict[str, RemoteFile], *, large: boo
         with lock:
             received[0] += n
 
-    total = sum(file.size for file in absent.values())
-    with progress("download", total, in_bytes=True) if large and absent else nullcontext() as bar:
+    total = total_size(absent)
+    with progress("download", total, in_bytes=True) if large and total else nullcontext() as bar:
         try:
             ask_all(
                 [_job(repo, commit, name, file, _meter(count)) for name, file in absent.items()],
                 at_once=AT_ONCE,
-                tick=lambda: bar.update(min(received[0], total)) if bar else None,
+                tick=lambda: bar.update(min(received[0], total)) if bar and total else None,
                 stop=stopped.set,
             )
         except BaseException:

@@ -19,7 +19,7 @@ def explain(
 ) -> HubError:
     """The HubError for an exception of huggingface_hub (or of the file system below its cache) while reading.
 
-    repo: "org/name"; kind: "model" or "dataset"; file: the one that was being fetched. The text never holds the token.
+    repo: "org/name"; kind: "model", "delta" or "dataset"; file: the one that was being fetched. The text never holds the token.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HTTPError

@@ -11,7 +11,7 @@ from remoe_cli import atomic
 from remoe_cli.console import note
 from remoe_cli.errors import CheckpointError, HubError, RunError
 from remoe_cli.hub.checkpoint import Checkpoint, INDEX, indexed, read_object, SINGLE
-from remoe_cli.hub.download import cached, download, remote_files, RemoteFile
+from remoe_cli.hub.download import cached, download, remote_files, RemoteFile, total_size
 from remoe_cli.hub.failures import cache, endpoint, explain, has_token, MissingError, offline, timeout, unreachable
 from remoe_cli.hub.waiting import ask
 
@@ -68,26 +68,33 @@ def fetch_config(model: str) -> Found:
 
 
 def fetch_repository(name: str, needed: Sequence[str], others: Sequence[str] = ()) -> tuple[Path, str]:
-    """The named files of a small repository, those of `others` where there are any, and the commit they are of.
+    """The named files of a delta, those of `others` where there are any, and the commit they are of.
 
     name: "org/name[@revision]". Raises HubError, also when a needed file is not there.
     """
-    repo, revision = split(name)
-    commit, files = _pinned(repo, revision, needed[0], name)
+    repo, revision = split(name, "delta")
+    commit, files = _pinned(repo, revision, needed[0], name, "delta")
     if files is not None:
         lacking = [wanted for wanted in needed if wanted not in files]
         if lacking:
             raise HubError(f"{repo} on {endpoint()} holds no {lacking[0]}.", f"open {endpoint()}/{repo}")
         download(repo, commit, {wanted: files[wanted] for wanted in (*needed, *others) if wanted in files})
-    return _folder(repo, revision, commit, needed[0]), commit
+    folder = _folder(repo, revision, commit, needed[0])
+    absent = [wanted for wanted in needed if not (folder / wanted).is_file()]
+    if absent:
+        raise _incomplete(repo, "delta", f"the cache {cache()} lacks {absent[0]} of {repo}")
+    return folder, commit
 
 
-def split(model: str) -> tuple[str, str | None]:
-    """("org/name", revision or None). Raises HubError for what can only be a path, or is no Hub id."""
+def split(model: str, kind: str = "model") -> tuple[str, str | None]:
+    """("org/name", revision or None). kind: model or delta. Raises HubError for what can only be a path, or is no Hub id."""
     repo, _, revision = model.partition("@")
     hint = "remoe finetune demo, a folder with a config.json, or a Hub id such as deepseek-ai/DeepSeek-V2-Lite"
+    if kind == "delta":
+        hint = "remoe runs, for those here, or the Hub id of a delta (user/name)"
     if Path(model).is_file():
-        raise HubError(f"{model} is a file; a model is a folder in Hugging Face format or a Hub id.", hint)
+        form = "in Hugging Face format " if kind == "model" else ""
+        raise HubError(f"{model} is a file; a {kind} is a folder {form}or a Hub id.", hint)
     if not _ID.fullmatch(repo) or ".." in repo or "--" in repo or model.endswith("@"):
         raise HubError(f"there is no folder {model}, and that is not a Hub id (org/name, org/name@revision).", hint)
     return repo, revision or None
@@ -99,7 +106,9 @@ def _local(name: str, folder: Path) -> Found:
     return Found(name, None, folder, read_object(folder / "config.json"))
 
 
-def _pinned(repo: str, revision: str | None, name: str, model: str) -> tuple[str, dict[str, RemoteFile] | None]:
+def _pinned(
+    repo: str, revision: str | None, name: str, asked: str, kind: str = "model"
+) -> tuple[str, dict[str, RemoteFile] | None]:
     """The commit behind a revision and its files; with the Hub out of reach, the commit under which the cache has `name`."""
     from huggingface_hub import constants, HfApi
 
@@ -111,9 +120,9 @@ def _pinned(repo: str, revision: str | None, name: str, model: str) -> tuple[str
             if not constants.HF_HUB_OFFLINE:
                 note(f"{endpoint()} gives no answer; {repo}@{held.parent.name[:8]} comes from the cache")
             return held.parent.name, None
-        reason = explain(error, repo, revision=revision)
+        reason = explain(error, repo, kind, revision)
         if isinstance(reason, MissingError):
-            raise HubError(f"there is no folder ./{model}, and {reason.message}", reason.hint) from error
+            raise HubError(f"there is no folder ./{asked}, and {reason.message}", reason.hint) from error
         raise reason from error
     return str(info.sha), remote_files(info)
 
@@ -140,11 +149,11 @@ def _fetch_weights(found: Found, commit: str) -> None:
     shards = _shards(found, found.files)
     absent = {name: found.files[name] for name in shards if not (found.folder / name).exists()}
     if absent:
-        _announce(found, len(absent), sum(file.size for file in absent.values()))
+        _announce(found, len(absent), total_size(absent))
         download(found.id, commit, absent, large=True)
     for name in shards:
         held, size = (found.folder / name).stat().st_size, found.files[name].size
-        if held != size:
+        if size not in (None, held):
             raise HubError(
                 f"{found.folder / name} is damaged: it holds {held:,} bytes, the Hub says {size:,}.",
                 f"hf download {found.id} {name} --revision {commit} --force-download",
@@ -167,30 +176,36 @@ def _shards(found: Found, files: dict[str, RemoteFile]) -> list[str]:
 
 def _check_cached(found: Found) -> None:
     """With the Hub out of reach, the cache must hold every weight file already."""
-    from huggingface_hub import constants
-
     names = indexed(found.folder / INDEX) if (found.folder / INDEX).is_file() else [SINGLE]
     absent = [name for name in names if not (found.folder / name).is_file()]
     if not absent:
         return
     held = f"the cache {cache()} holds {len(names) - len(absent)} of {len(names)} weight files of {found.id}"
+    raise _incomplete(found.id, "model", held)
+
+
+def _incomplete(repo: str, kind: str, held: str) -> HubError:
+    """With the Hub out of reach. held: what the cache has or lacks."""
+    from huggingface_hub import constants
+
     if constants.HF_HUB_OFFLINE:
-        raise offline(found.id, "model", held)
-    raise HubError(f"{endpoint()} gives no answer, and {held}.", "the same command once the Hub answers")
+        return offline(repo, kind, held)
+    return HubError(f"{endpoint()} gives no answer, and {held}.", "the same command once the Hub answers")
 
 
-def _announce(found: Found, files: int, size: int) -> None:
-    """Says what comes; refuses when the disk has no room for it."""
+def _announce(found: Found, files: int, size: int | None) -> None:
+    """Says what comes; refuses when the disk has no room for it. size: None when the Hub does not tell it."""
     place = next(folder for folder in (cache(), *cache().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    if size > free:
+    if size is not None and size > free:
         raise HubError(
             f"{found.id} needs {_gigabytes(size)} more, and {cache()} has {_gigabytes(free)} free.",
             "HF_HOME=/a/disk/with/room before the same command",
         )
     anonymous = "" if has_token() else ", without a token"
     count = "1 weight file" if files == 1 else f"{files} weight files"
-    note(f"Downloading {found.id}@{str(found.commit)[:8]}: {count}, {_gigabytes(size)}, to {cache()}{anonymous}")
+    told = "of unknown size" if size is None else _gigabytes(size)
+    note(f"Downloading {found.id}@{str(found.commit)[:8]}: {count}, {told}, to {cache()}{anonymous}")
 
 
 def _gigabytes(size: int) -> str:

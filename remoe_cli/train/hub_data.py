@@ -128,11 +128,11 @@ def _splits(asked: _Asked, streaming: bool) -> dict[str, Any]:
 
 def _explain(error: Exception, asked: _Asked) -> RemoeError:
     """For what `datasets` raises: its own errors, the Hub's, Arrow's and the file system's."""
-    from remoe_cli.hub.failures import explain, unreachable
+    from remoe_cli.hub.failures import explain, unreachable, without_token
 
     if unreachable(error) or (isinstance(error, OSError) and error.errno is not None):
         return explain(error, asked.repo, "dataset", asked.revision)
-    said = " ".join(str(error).split())[:300]
+    said = without_token(" ".join(str(error).split()))[:300]
     if isinstance(error, ValueError) and "config" in said.lower():
         return DataError(f"the data set {asked.repo} has several parts: {said}", f"--data {asked.repo}:PART")
     return DataError(f"the data set {asked.repo} cannot be read ({type(error).__name__}: {said}).", ANOTHER)

@@ -77,7 +77,7 @@ The delta is refused on any other base or revision: `remoe.json` holds the sha25
 
 ## Limits
 
-- Trained on {recipe.data.source} for {_steps(recipe, facts)}; gates tuned on one kind of text may help another less.
+- Trained on {_texts(recipe.data.source)} for {_steps(recipe, facts)}; gates tuned on one kind of text may help another less.
 - Cache figures are for one sequence at a time, with a fresh cache for each request.
 - Times depend on the machine; bytes a token do not.
 
@@ -91,6 +91,12 @@ def _licence(licence: Mapping[str, str], base: str) -> str:
     stated = licence.get("license_name") or licence.get("license", "")
     link = f" ({licence['license_link']})" if "license_link" in licence else ""
     return f"That of the base, from which the gates derive: {stated}{link}."
+
+
+def _texts(source: str) -> str:
+    """data.source in words: "self:SOURCE" is the base's own text after prompts from SOURCE."""
+    own = source == "self" or source.startswith("self:")
+    return f"what the base wrote after prompts from {source.removeprefix('self:')}" if own else source
 
 
 def _steps(recipe: Recipe, facts: dict[str, Any]) -> str:
