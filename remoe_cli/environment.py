@@ -2,10 +2,14 @@
 
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from remoe_cli import __version__
 from remoe_cli.errors import UsageError
+
+# what RuntimeErrors of torch, CUDA and cuBLAS say when memory ran out
+_NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "_alloc_failed")
 
 
 def versions() -> dict[str, str]:
@@ -25,9 +29,9 @@ def pick_device(wanted: str | None) -> str:
 
     if wanted is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, colon, index = wanted.partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not index.isdecimal()):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]*))?", wanted):
         raise UsageError(f"--device is cpu, cuda or cuda:N, not {wanted!r}.", "the same command with --device cpu")
+    kind, _, index = wanted.partition(":")
     if kind == "cuda" and int(index or 0) >= (there := torch.cuda.device_count()):
         raise UsageError(f"torch sees {there} CUDA devices here, no {wanted}.", "the same command with --device cpu")
     return wanted
@@ -40,6 +44,14 @@ def check_threads(threads: int | None) -> None:
         raise UsageError(
             f"--threads is 1 to {cores}, this machine's cores, not {threads}.", "the same command with --threads 1"
         )
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the CPU or a GPU: torch has a class of its own for the GPU only."""
+    if any(cls.__name__ in ("OutOfMemoryError", "MemoryError") for cls in type(error).__mro__):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError) and any(words in said for words in _NO_MEMORY)
 
 
 def device_name(device: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, DataError, RunError, UsageError
 from remoe_cli.families import family_of
-from remoe_cli.families.loader import compute_dtype
+from remoe_cli.families.loader import compute_dtype, experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.arms import about, choose_arms, control_of, measure_resident
@@ -28,10 +29,9 @@ from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
 from remoe_cli.offload import OffloadedDecoder
-from remoe_cli.offload.store import IO
+from remoe_cli.offload.store import IO, one_expert_bytes
 from remoe_cli.recipe import Recipe
 from remoe_cli.report.figures import figures
-from remoe_cli.report.finite import finite
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_tokenizer
 
@@ -66,11 +66,13 @@ def evaluate(
     texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
     _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
+    expert_bytes = one_expert_bytes(experts_on_disk(checkpoint))
     resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe)
-    with OffloadedDecoder(checkpoint, resident.top_k, device=where, dtype=dtype, threads=threads) as decoder:
+    offloaded = NOT_MEASURED
+    if measure:
         timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
-        offloaded = measure_offloaded(decoder, resident.gates, timed, capacities) if measure else NOT_MEASURED
-        expert_bytes = decoder.expert_bytes
+        with OffloadedDecoder(checkpoint, resident.top_k, device=where, dtype=dtype, threads=threads) as decoder:
+            offloaded = measure_offloaded(decoder, resident.gates, timed, capacities)
 
     def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
         arms, draws = resident.measured[name], texts.samples[name].draws
@@ -116,6 +118,15 @@ def evaluate(
     report = finite(report)
     _write(report, found)
     return report
+
+
+def finite(value: Any) -> Any:
+    """The same with null for every number that is not finite, which JSON has no word for, and lists for tuples."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> None:

@@ -127,14 +127,17 @@ def load(name: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe with each `section.key=value` set. Raises RecipeError as `load`."""
-    for setting in overrides:
-        key, equals, value = setting.partition("=")
+    """The recipe with each `section.key=value` set: text as it stands, other values in YAML. Raises RecipeError as `load`."""
+    for option in overrides:
+        key, equals, value = option.partition("=")
         if not equals:
             raise RecipeError(
-                f"--set takes key=value, not {_shown(setting)}.", "remoe finetune MODEL --set train.lr=1e-4"
+                f"--set takes key=value, not {_shown(option)}.", "remoe finetune MODEL --set train.lr=1e-4"
             )
-        recipe = _set(recipe, key.strip(), _parsed(value, f"the value of {key.strip()}", "remoe recipes"))
+        key = key.strip()
+        if not _is_text(recipe, key):
+            value = _parsed(value, f"the value of {key}", "remoe recipes")
+        recipe = _set(recipe, key, value)
     return _checked(recipe)
 
 
@@ -211,6 +214,18 @@ def value_of(recipe: Recipe, key: str) -> Any:
     for part in key.split("."):
         recipe = getattr(recipe, part)
     return recipe
+
+
+def setting(recipe: Recipe, key: str) -> str:
+    """key=value, as `override` takes it."""
+    value = value_of(recipe, key)
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"{key}={list(value) if isinstance(value, tuple) else value}"
+
+
+def _is_text(recipe: Recipe, key: str) -> bool:
+    return key in key_names() and isinstance(value_of(recipe, key), str)
 
 
 def _coerced(key: str, value: Any, like: Any) -> Any:

@@ -1,4 +1,4 @@
-"""remoe eval: draws, intervals, domains, and what it refuses. One tiny run, trained once, copied for each test."""
+"""remoe eval: draws, intervals, regressions, and what it refuses. One tiny run, trained once, copied for each test."""
 
 import copy
 import json
@@ -7,42 +7,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
-from commands import make_model, make_run, refused
+from commands import make_model, refused, report_of, texts_of, write_rows
 
+from remoe_cli.delta import Delta
 from remoe_cli.hub.resolve import resolve
-from remoe_cli.measure.domains import held_out
 from remoe_cli.measure.requests import cut_requests
 from remoe_cli.measure.sample import Sample
 from remoe_cli.recipe import load, override
 from remoe_cli.report.regressions import regressions
-from remoe_cli.train.data import load_tokenizer
+from remoe_cli.report.rows import cell
 
 QUIET = ("--cache", "2,4", "--no-measure")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a model, texts and a run of 2 steps."""
-    folder = tmp_path_factory.mktemp("made")
-    make_run(folder)
-    return folder
-
-
-@pytest.fixture
-def run(made, remoe):
-    """In the working folder, so that a test may change it."""
-    return Path(shutil.copytree(made / "run", "run"))
-
-
-def report_of(ran) -> dict:
-    assert ran.code == 0, ran.err
-    return json.loads(ran.out)
-
-
-def write_rows(path: Path, rows: list[dict]) -> Path:
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    return path
 
 
 # ---- draws
@@ -71,6 +46,18 @@ def test_fewer_draws_where_the_texts_run_out(remoe, run):
     report = report_of(remoe("eval", run, *QUIET, "--seeds", 1000, "--json"))
     assert 1 < report["conditions"]["draws"] < 1000
     assert any("of 1000 draws" in note for note in report["notes"])
+
+
+def test_a_note_says_where_the_texts_hold_fewer_requests_than_asked(remoe, run):
+    short = write_rows(Path("short.jsonl"), texts_of("few", 4))
+    asked = ("--set", "evaluate.requests=500")
+    report = report_of(remoe("eval", run, *QUIET, *asked, "--domain", short, "--json"))
+    requests = report["conditions"]["requests"]
+    assert 1 < requests < 500 and f"the held-out texts hold {requests} of 500 requests" in report["notes"]
+    of_domain = report["domains"][1]["arms"][0]["decode"]["forced"]["requests"]
+    assert f"domain short: its texts hold {of_domain} of 500 requests" in report["notes"]
+    assert len([note for note in report["notes"] if "of 500" in note]) == 2
+    assert not any("requests" in note for note in report_of(remoe("eval", run, *QUIET, "--json"))["notes"])
 
 
 def test_draws_are_disjoint():
@@ -107,6 +94,53 @@ def test_a_perplexity_that_is_not_finite_is_a_regression(remoe, run):
         assert "not finite" in regressions(broken, 1000)[0]
 
 
+def test_more_misses_are_a_regression_at_their_cache_size(remoe, run):
+    report = report_of(remoe("eval", run, *QUIET, "--json"))
+    base, tuned = (cell(arm, 4) for arm in report["arms"])
+    base["misses"], tuned["misses"] = 1000, 1021
+    assert regressions(report, 100) == []
+    report["arms"][1]["text"]["perplexity"] = report["arms"][0]["text"]["perplexity"]
+    cell(report["arms"][1], 2)["misses"] = cell(report["arms"][0], 2)["misses"]
+    assert regressions(report, 2) == ["LRU misses at C = 4: 1,000 -> 1,021"]
+    assert regressions(report, 2.2) == []
+
+
+def test_a_regression_is_told_by_the_exit_code(remoe, run, made):
+    """Gates tuned, then untuned: a delta on the patched base that brings the former gates back."""
+    assert remoe("apply", run, made / "model", "--out", "patched").code == 0
+    tuned = Delta.load(run / "delta")
+    former = {name: resolve(str(made / "model")).read(name) for name in tuned.tensors}
+    shutil.rmtree(run / "delta")
+    Delta.of(resolve("patched"), former, "remoe", {}).save(run / "delta")
+    options = ("--base", "patched", "--fail-on-regress")
+    worse = remoe("eval", run, *QUIET, *options, 1)
+    assert worse.code == 3 and "Regressed: perplexity" in worse.err
+    assert json.loads((run / "report.json").read_text())["arms"][1]["text"]["perplexity_change"] > 0.01
+    assert remoe("eval", run, *QUIET, *options, 1000).code == 0
+
+
+@pytest.mark.parametrize("percent", ["nan", "inf", "-inf", "-0.1"])
+def test_a_regression_is_a_percentage(remoe, run, percent):
+    ran = remoe("eval", run, *QUIET, "--fail-on-regress", percent)
+    refused(ran, "--fail-on-regress")
+    assert ran.code == 2 and not (run / "report.json").exists()
+
+
+def test_perplexity_that_counts_other_tokens_than_were_learned_says_so(remoe, run):
+    words = "perplexity counts all tokens"
+    assert not any(words in note for note in report_of(remoe("eval", run, *QUIET, "--json"))["notes"])
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("labels: all", "labels: answers"))
+    assert any(words in note for note in report_of(remoe("eval", run, *QUIET, "--json"))["notes"])
+
+
+def test_without_measuring_no_second_model_is_loaded(remoe, run, monkeypatch):
+    full = report_of(remoe("eval", run, "--cache", "2", "--json"))
+    monkeypatch.setattr("remoe_cli.offload.decoder.load_without_experts", lambda *_: pytest.fail("it was loaded"))
+    thin = report_of(remoe("eval", run, "--cache", "2", "--no-measure", "--json"))
+    assert thin["base"] == full["base"] and thin["base"]["expert_bytes"] > 0
+
+
 def test_a_control_on_other_texts_is_named(remoe, run, made):
     shutil.copytree(run, "control")
     facts = json.loads(Path("control/run.json").read_text())
@@ -114,82 +148,6 @@ def test_a_control_on_other_texts_is_named(remoe, run, made):
     report = report_of(remoe("eval", run, *QUIET, "--control", "control", "--json"))
     assert [arm["name"] for arm in report["arms"]] == ["base", "remoe (control)", "remoe (tuned)"]
     assert any("control was trained on other texts" in note for note in report["notes"])
-
-
-# ---- domains
-
-
-def test_domains_beside_the_text_that_was_trained_on(remoe, run):
-    said = [(f"what is {i}?", f"it is {i} times brown. " * 20) for i in range(30)]
-    turns = [[{"from": "human", "value": asked}, {"from": "gpt", "value": answer}] for asked, answer in said]
-    chat = write_rows(Path("chat.jsonl"), [{"conversations": one} for one in turns])
-    poems = write_rows(Path("poems.jsonl"), [{"text": f"{i} over the lazy dog " * 30} for i in range(12)])
-    ran = remoe("eval", run, *QUIET, "--domain", f"talk={chat}", "--domain", poems, "--control", run)
-    assert ran.code != 0  # the control is the run itself
-    report = report_of(remoe("eval", run, *QUIET, "--domain", f"talk={chat}", "--domain", poems, "--json"))
-    own, talk, other = report["domains"]
-    assert [d["name"] for d in report["domains"]] == [own["name"], "talk", "poems.jsonl"]
-    assert [d["trained"] for d in report["domains"]] == [True, False, False]
-    for key in ("text", "decode", "draws"):
-        assert [arm[key] for arm in own["arms"]] == [arm[key] for arm in report["arms"]]
-    for domain in (talk, other):
-        base, tuned = domain["arms"]
-        assert (base["role"], tuned["role"]) == ("base", "tuned")
-        assert {cell["policy"] for cell in tuned["cache"]} == {"lru"}
-        assert {cell["capacity"] for cell in tuned["cache"]} == {2, 4}
-        assert tuned["text"]["perplexity_change_95"] and tuned["decode"]["forced"]["requests"] == 3
-    assert talk["arms"][0]["text"]["perplexity"] != own["arms"][0]["text"]["perplexity"]
-    shown = remoe("eval", run, *QUIET, "--domain", f"talk={chat}").out
-    assert "talk (not trained on)" in shown and "(trained on)" in shown
-    assert list(report["domains"][0]["arms"][0]) == [
-        "name",
-        "role",
-        "text",
-        "decode",
-        "cache",
-        "draws",
-        "spread",
-    ]
-
-
-def test_a_domain_that_cannot_be_used(remoe, run):
-    short = write_rows(Path("short.jsonl"), [{"text": f"{i}"} for i in range(20)])
-    refused(remoe("eval", run, *QUIET, "--domain", short), "domain short.jsonl", "the longest has")
-    refused(remoe("eval", run, *QUIET, "--domain", "absent.jsonl"), "absent.jsonl")
-    twice = [
-        option
-        for name in "ab"
-        for option in ("--domain", write_rows(Path(f"{name}.jsonl"), [{"text": f"fox {i} " * 30} for i in range(12)]))
-    ]
-    refused(remoe("eval", run, *QUIET, "--domain", f"x={twice[1]}", "--domain", f"x={twice[3]}"), "'x'")
-    assert not (run / "report.json").exists()
-
-
-def test_plain_text_beside_a_run_on_chats(tmp_path):
-    """The run's chat template and its answer labels are nothing for a domain of plain text."""
-    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}. " * 40}] for i in range(30)]
-    chats = write_rows(tmp_path / "chats.jsonl", [{"messages": one} for one in turns])
-    plain = write_rows(tmp_path / "plain.jsonl", [{"text": f"{i} over the lazy dog " * 30} for i in range(12)])
-    settings = ["data.format=chat", "data.labels=answers", "evaluate.rows=2", "evaluate.requests=2"]
-    settings += ["evaluate.prompt_tokens=8", "evaluate.new_tokens=8", "train.sequence=32", f"data.source={chats}"]
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    texts = held_out(load("remoe", "demo", settings), tiny_tokenizers.wrapped(template=template), 1, [f"plain={plain}"])
-    assert [(domain.name, domain.trained) for domain in texts.domains] == [("chats.jsonl", True), ("plain", False)]
-    assert len(texts.domains[1].sample.documents) == 12, "of a source that nothing was trained on every row is unseen"
-
-
-@pytest.mark.parametrize(
-    ("source", "trained"), [("demo", {"code", "prose"}), ("demo:code", {"code"}), ("demo:prose", {"prose"})]
-)
-def test_the_demo_shows_both_its_domains(source, trained):
-    recipe = load("remoe", "demo", [f"data.source={source}", "evaluate.requests=4", "evaluate.rows=4"])
-    _, sample, found, notes = held_out(recipe, load_tokenizer(resolve("demo")), 1)
-    assert [domain.name for domain in found] == ["code", "prose"] and not any("domain" in note for note in notes)
-    assert {domain.name for domain in found if domain.trained} == trained
-    if source != "demo":
-        assert [domain.sample is sample for domain in found] == [domain.trained for domain in found]
-    texts = [{tuple(ids) for ids in domain.sample.documents} for domain in found]
-    assert not texts[0] & texts[1]
 
 
 # ---- what else is refused, and what is not

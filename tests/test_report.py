@@ -10,14 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from remoe_cli import demo
 from remoe_cli.demo import corpus
+from remoe_cli.evaluate import finite
 from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.decode_traces import decode
 from remoe_cli.measure.text import measure_rows
 from remoe_cli.report.figures import figures, Measured, text_figures
-from remoe_cli.report.finite import finite
-from remoe_cli.report.renderers import RENDERERS
+from remoe_cli.report.renderers.markdown import markdown
+from remoe_cli.report.renderers.terminal import terminal
 from remoe_cli.report.rows import cell, table
 
 
@@ -81,9 +82,9 @@ def report(model, prompts, decoded):
     )
 
 
-@pytest.mark.parametrize("name", RENDERERS)
-def test_every_renderer_shows_the_same_cells(report, name):
-    shown = RENDERERS[name](report)
+@pytest.mark.parametrize("render", [terminal, markdown])
+def test_every_renderer_shows_the_same_cells(report, render):
+    shown = render(report)
     _, rows = table(report)
     for row in rows:
         assert row.label.strip() in shown
@@ -96,8 +97,21 @@ def test_every_renderer_shows_the_same_cells(report, name):
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "source", "shown"),
+    [
+        ("poems", "d", "poems of d"), ("HumanEval", "HumanEval.jsonl.gz", "HumanEval.jsonl.gz"), ("gsm8k", "gsm8k", "gsm8k"),
+        ("org/name", "org/name@0123", "org/name@0123"), ("d", "data.jsonl", "d of data.jsonl"), ("code", "demo (x)", "code of demo (x)"),
+    ],
+)  # fmt: skip
+def test_a_domain_is_not_named_twice(report, name, source, shown):
+    other = copy.deepcopy(report)
+    other["domains"][0].update(name=name, source=source)
+    assert f"Domains: {shown}, 4 requests," in markdown(other)
+
+
 def test_the_terminal_table_fits_110_columns(report):
-    assert max(map(len, RENDERERS["terminal"](report).splitlines())) <= 110
+    assert max(map(len, terminal(report).splitlines())) <= 110
 
 
 def test_cells_hang_together(report):
@@ -148,9 +162,9 @@ def test_a_change_is_shown_with_its_interval(report):
     part = {"misses_change": -0.279, "misses_change_95": [-0.301, -0.256]}
     arm = copy.deepcopy(report)
     cell(arm["arms"][1], 6).update(part)
-    assert "-27.9 % [-30.1, -25.6]" in RENDERERS["terminal"](arm)
+    assert "-27.9 % [-30.1, -25.6]" in terminal(arm)
     cell(arm["arms"][1], 6).update({"misses_change": None, "misses_change_95": None})
-    assert "n/a" in RENDERERS["terminal"](arm)
+    assert "n/a" in terminal(arm)
 
 
 def test_what_is_not_finite_is_null(model):

@@ -6,6 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
+from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families.base import find_gates
 from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge
@@ -65,6 +66,8 @@ def _loading(checkpoint: Checkpoint) -> Iterator[None]:
         with quiet():
             yield
     except Exception as error:
+        if out_of_memory(error):
+            raise
         reason = f"{type(error).__name__}: {error}"[:300]
         hint = f"cat {checkpoint.folder}/config.json, or pip install -U transformers"
         raise CheckpointError(f"{checkpoint.id} cannot be loaded ({reason}).", hint) from error
@@ -140,11 +143,8 @@ def load_without_experts(
     model = _meta_model(checkpoint, dtype)
     memory_names = renamed(model, checkpoint)
     rules, merges = _merges(model, checkpoint, memory_names)
-    module_names = {id(module): name for name, module in model.named_modules()}
-    layers = expert_layers(checkpoint, find_gates(model), module_names, memory_names, merges)
+    layers = _expert_layers(model, checkpoint, memory_names, merges)
     for layer in layers:
-        for piece in layer.pieces(0):
-            _require_readable(checkpoint, piece.dtype)
         for part in layer.parts:
             delattr(layer.module, part.name)
         setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010  else the loader initialises what is gone
@@ -166,6 +166,27 @@ def load_without_experts(
         info = type(model)._finalize_model_loading(model, plan, info)
     require_no_missing(checkpoint, info.missing_keys)
     return model.eval(), layers
+
+
+def experts_on_disk(checkpoint: Checkpoint) -> list[ExpertLayer]:
+    """Where the routed experts lie, from the headers of the files alone. Raises as `load_without_experts`."""
+    model = _meta_model(checkpoint, torch.float32)
+    memory_names = renamed(model, checkpoint)
+    return _expert_layers(model, checkpoint, memory_names, _merges(model, checkpoint, memory_names)[1])
+
+
+def _expert_layers(
+    model: "PreTrainedModel",
+    checkpoint: Checkpoint,
+    memory_names: dict[str, tuple[str, str | None]],
+    merges: dict[str, Merge],
+) -> list[ExpertLayer]:
+    module_names = {id(module): name for name, module in model.named_modules()}
+    layers = expert_layers(checkpoint, find_gates(model), module_names, memory_names, merges)
+    for layer in layers:
+        for piece in layer.pieces(0):
+            _require_readable(checkpoint, piece.dtype)
+    return layers
 
 
 def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":

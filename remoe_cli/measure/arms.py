@@ -52,7 +52,9 @@ def choose_arms(run: Run, beside: Sequence[Run], checkpoint: Checkpoint) -> list
 
 def about(run: Run, beside: Sequence[Run], base: str | None) -> list[str]:
     """Notes on what was compared."""
-    notes = [f"the base was read from {Path(base).name if Path(base).exists() else base}"] if base else []
+    notes = [f"the base was read from {Path(base).name if Path(base).expanduser().exists() else base}"] if base else []
+    if run.recipe.data.labels == "answers":
+        notes.append("perplexity counts all tokens, not only those of answers, which were learned")
     for control in beside:
         if control.facts.get("data") != run.facts.get("data"):
             notes.append("the control was trained on other texts than the tuned gates")

@@ -33,6 +33,14 @@ class Sample(NamedTuple):
         kept = Requests(*(part[: whole * settings.requests] for part in requests))
         return cls(documents, kept, whole)
 
+    def fewer(self, recipe: Recipe, draws: int) -> list[str]:
+        """What it holds less of than was asked for."""
+        found, asked = len(self.requests.prompts_RP), recipe.evaluate.requests
+        return [
+            *([f"{self.draws} of {draws} draws"] if self.draws < draws else []),
+            *([f"{found} of {asked} requests"] if found < asked else []),
+        ]
+
 
 def measure(title: str, model: torch.nn.Module, gates: list[Gate], sample: Sample, recipe: Recipe) -> Measured:
     """The model as it is, with whatever gates are in it."""

@@ -32,21 +32,10 @@ class ExpertStore:
     def __init__(self, layers: Sequence[ExpertLayer]) -> None:
         self._files: dict[Path, int] = {}
         self._runs: list[list[list[tuple[Path, int, list[int]]]]] = []
-        first = layers[0].pieces(0)
-        layout = [(piece.nbytes, piece.dtype, piece.shape, piece.dim, piece.start) for piece in first]
+        self.expert_bytes = one_expert_bytes(layers)
         for layer in layers:
-            runs = []
-            for expert in range(layer.n_experts):
-                pieces = layer.pieces(expert)
-                if [(p.nbytes, p.dtype, p.shape, p.dim, p.start) for p in pieces] != layout:
-                    raise FamilyError(
-                        f"expert {expert} of layer {layer.layer} is stored in another size or dtype than the first, "
-                        "and slots of one size cannot hold it.",
-                        "pip install -U remoe-cli",
-                    )
-                runs.append(_runs([(piece.file, piece.offset, piece.nbytes) for piece in pieces]))
-            self._runs.append(runs)
-        self.expert_bytes = sum(piece.nbytes for piece in first)
+            experts = [layer.pieces(expert) for expert in range(layer.n_experts)]
+            self._runs.append([_runs([(p.file, p.offset, p.nbytes) for p in pieces]) for pieces in experts])
         try:
             for path in {piece.file for layer in layers for e in range(layer.n_experts) for piece in layer.pieces(e)}:
                 self._files[path] = os.open(path, os.O_RDONLY)
@@ -86,6 +75,21 @@ class ExpertStore:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+
+
+def one_expert_bytes(layers: Sequence[ExpertLayer]) -> int:
+    """The stored size of every expert. Raises FamilyError where they differ in size or layout from one another."""
+    first = layers[0].pieces(0)
+    layout = [(piece.nbytes, piece.dtype, piece.shape, piece.dim, piece.start) for piece in first]
+    for layer in layers:
+        for expert in range(layer.n_experts):
+            if [(p.nbytes, p.dtype, p.shape, p.dim, p.start) for p in layer.pieces(expert)] != layout:
+                raise FamilyError(
+                    f"expert {expert} of layer {layer.layer} is stored in another size or dtype than the first, "
+                    "and slots of one size cannot hold it.",
+                    "pip install -U remoe-cli",
+                )
+    return sum(piece.nbytes for piece in first)
 
 
 def storage_bytes() -> int | None:

@@ -1,8 +1,18 @@
 """What `remoe eval --fail-on-regress` fails on."""
 
+import math
 from typing import Any
 
+from remoe_cli.errors import UsageError
 from remoe_cli.report.rows import cell
+
+
+def check_percent(percent: float | None) -> None:
+    """Raises UsageError for what is no share of a figure."""
+    if percent is not None and not 0 <= percent < math.inf:
+        raise UsageError(
+            f"--fail-on-regress is a percentage of 0 or more, not {percent}.", "remoe eval --fail-on-regress 1"
+        )
 
 
 def regressions(report: dict[str, Any], percent: float) -> list[str]:

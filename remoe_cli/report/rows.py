@@ -1,5 +1,6 @@
 """The before/after table of a report as plain rows: what terminal and card both show."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,9 @@ def conditions(report: dict[str, Any]) -> list[str]:
 def _domain(domain: dict[str, Any]) -> str:
     base = domain["arms"][0]
     requests, tokens = base["decode"]["forced"]["requests"], base["text"]["tokens"]
-    return f"{domain['name']} of {domain['source']}, {requests} requests, {tokens:,} tokens of text"
+    name, source = domain["name"], domain["source"]
+    said = source if re.fullmatch(rf"{re.escape(name)}([@.].*)?", source) else f"{name} of {source}"
+    return f"{said}, {requests} requests, {tokens:,} tokens of text"
 
 
 def _text_rows(group: str, arms: list[dict]) -> list[Row]:

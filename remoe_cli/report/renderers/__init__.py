@@ -1,6 +1,1 @@
-"""How a report is shown. A new form is one file here and one line in RENDERERS."""
-
-from remoe_cli.report.renderers.markdown import markdown
-from remoe_cli.report.renderers.terminal import terminal
-
-RENDERERS = {"terminal": terminal, "markdown": markdown}
+"""How a report is shown: one file for each form."""
