@@ -46,6 +46,14 @@ def _run() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        from remoe_cli.environment import out_of_memory
+
+        if _interrupts or not out_of_memory(error):
+            raise
+        smaller = "finetune: --set train.micro_batch=1 or a smaller train.sequence; decode: a smaller --cache"
+        print(f"error: out of memory; nothing was changed. Try: less at once ({smaller})", file=sys.stderr)
+        sys.exit(1)
     except OSError as error:
         if _interrupts or error.strerror is None:
             raise

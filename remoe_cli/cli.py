@@ -121,9 +121,10 @@ def evaluate(
     from remoe_cli import evaluate as verb
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
-    from remoe_cli.report.regressions import regressions
-    from remoe_cli.report.renderers import RENDERERS
+    from remoe_cli.report.regressions import check_percent, regressions
+    from remoe_cli.report.renderers.terminal import terminal
 
+    check_percent(fail_on_regress)
     report = verb.evaluate(
         run,
         _numbers(cache),
@@ -137,7 +138,7 @@ def evaluate(
         threads=threads,
         device=device,
     )
-    print_data(json.dumps(report) if as_json else RENDERERS["terminal"](report))
+    print_data(json.dumps(report) if as_json else terminal(report))
     where = shlex.quote(report["run"])
     note(f"Written: {where}/report.json. Next: remoe push --to FOLDER, or remoe push {where} you/your-delta")
     if fail_on_regress is not None and (why := regressions(report, fail_on_regress)):
@@ -180,7 +181,9 @@ def push(
         )
     else:
         state = "Pushed to" if done.new else "Unchanged, already at"
-        print_data(f"{state} {done.where}. Next: remoe apply {shlex.quote(done.name)} BASE --out DIR")
+        print_data(
+            f"{state} {done.where}. Next: remoe apply {shlex.quote(done.name)} {shlex.quote(done.base)} --out DIR"
+        )
 
 
 @app.command()
@@ -266,7 +269,9 @@ def recipes(
         print_data(json.dumps([{"name": name, "purpose": why, "file": file} for name, (why, file) in found.items()]))
         return
     print_data("\n".join(f"{name:<16}{why}\n{'':<16}{file}" for name, (why, file) in found.items()))
-    print_data("\n".join(f"  --set {key}=..." for key in recipe.key_names()))
+    shown = recipe.load("remoe", family)
+    print_data(f"\nEvery key, as the recipe remoe for {family} has it:")
+    print_data("\n".join(f"  --set {shlex.quote(recipe.setting(shown, key))}" for key in recipe.key_names()))
 
 
 runs = typer.Typer(help="List the runs under runs/, or remove some.", invoke_without_command=True)

@@ -28,11 +28,12 @@ def note(text: str) -> None:
 class Bar:
     """Progress of one job. On a terminal a live bar; in a log a line at most every `every` seconds.
 
-    in_bytes: the units are bytes, so a rate is shown too.
+    in_bytes: the units are bytes, so a rate is shown too. already: units that were finished before.
     """
 
-    def __init__(self, title: str, total: int, every: float = 5.0, in_bytes: bool = False) -> None:
+    def __init__(self, title: str, total: int, every: float = 5.0, in_bytes: bool = False, already: int = 0) -> None:
         self._title, self._total, self._every, self._in_bytes = title, total, every, in_bytes
+        self._already = already
         self._begin = self._said = time.monotonic()
         self._shown = 0
         self._live = Progress(
@@ -40,7 +41,7 @@ class Bar:
             *([DownloadColumn(), TransferSpeedColumn()] if in_bytes else [MofNCompleteColumn()]), TimeElapsedColumn(),
             TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}", markup=False), console=_stderr,
         ) if _stderr.is_terminal else None  # fmt: skip
-        self._task = self._live.add_task(title, total=total, detail="") if self._live else None
+        self._task = self._live.add_task(title, total=total, completed=already, detail="") if self._live else None
 
     def update(self, done: int, detail: str = "") -> None:
         """done: units finished of `total`; detail: what else to show, such as losses or a rate."""
@@ -50,7 +51,7 @@ class Bar:
         now = time.monotonic()
         if (done in (1, self._total) and done != self._shown) or now - self._said >= self._every:
             self._said, self._shown = now, done
-            eta = (now - self._begin) / max(done, 1) * (self._total - done)
+            eta = (now - self._begin) / max(done - self._already, 1) * (self._total - done)
             count, rate = f"{done}/{self._total}", ""
             if self._in_bytes:
                 count = f"{done / 1e9:.2f}/{self._total / 1e9:.2f} GB"
@@ -59,8 +60,8 @@ class Bar:
 
 
 @contextmanager
-def progress(title: str, total: int, in_bytes: bool = False) -> Iterator[Bar]:
-    bar = Bar(title, total, in_bytes=in_bytes)
+def progress(title: str, total: int, in_bytes: bool = False, already: int = 0) -> Iterator[Bar]:
+    bar = Bar(title, total, in_bytes=in_bytes, already=already)
     if bar._live is None:
         yield bar
         return

@@ -88,23 +88,27 @@ def finetune(
     documents = _documents(settings, old, tokenizer)
     dtype = compute_dtype(checkpoint, where, settings.train.dtype)
     run = old or runs.create(str(model), settings, out)
-    with run.locked():
-        run.note(status="running")
+    with run.locked(resumed=old is not None):
+        run.note(status="running", error=None)
         try:
             loaded = load_resident(checkpoint, dtype, where)
             gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
             job = _Job(run, settings, checkpoint, documents, loaded, gates, disk_names)
-            run.note(
-                base=_lasting_name(checkpoint), commit=checkpoint.commit, model_type=family.model_type,
-                device=device_name(where), dtype=str(dtype).removeprefix("torch."), environment=versions(),
-                data=documents.pinned, heldout_sha256=documents.heldout_sha256,
-            )  # fmt: skip
+            facts = {
+                "base": _lasting_name(checkpoint), "commit": checkpoint.commit, "model_type": family.model_type,
+                "gates_sha256": checkpoint.sha256(*sorted(disk_names.values())),
+                "device": device_name(where), "dtype": str(dtype).removeprefix("torch."), "environment": versions(),
+                "data": documents.pinned, "data_sha256": documents.sha256, "heldout_sha256": documents.heldout_sha256,
+            }  # fmt: skip
+            _check_resumed(run, facts)
+            run.note(**facts)
             _introduce(job)
             before = _measured_before(run) or _measure("base", job)
             run.note(before=before._asdict())
             texts: Iterable[Document] = documents.train
             if is_own(settings.data.source):
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
+                note(f"Note: {len(texts):,} texts of {sum(len(text.ids) for text in texts):,} tokens to train on")
             state = _state(run) if old else None
         except BaseException:
             if old is None:
@@ -138,13 +142,15 @@ def _train_and_save(job: _Job, texts: Iterable[Document], before: TextMeasures, 
         if status == "diverged":
             run.drop_states()  # going on from them diverges again
         raise
-    delta = _save(job, trained, "interrupted" if trained.interrupted else "finished")
+    if trained.interrupted and not trained.step:
+        raise KeyboardInterrupt  # there is nothing to save
+    delta = _save(job, trained, "interrupted" if trained.interrupted else "running")
     after = None
     if not trained.interrupted:
-        run.drop_states()
         put(job.model, gates_for(job.disk_names, delta))  # as shipped: cast to the base's stored dtype
         after = _measure("tuned", job)
-    run.note(after=after._asdict() if after else None)
+        run.note(status="finished", after=after._asdict())
+        run.drop_states()
     return Finetuned(run, delta, before, after, trained.step, trained.interrupted)
 
 
@@ -159,7 +165,10 @@ def _kept_recipe(run: Run, family: Family, asked: Asked) -> Recipe:
     kept = run.recipe
     if asked == Asked():
         return kept
-    wanted = choose_recipe(run.facts["model"], family.model_type, asked)
+    wanted = _with(kept, asked)
+    if asked.recipe is not None:
+        named = choose_recipe(run.facts["model"], family.model_type, Asked(asked.recipe)).name
+        wanted = replace(wanted, name=named)
     for key in key_names():
         if value_of(kept, key) != value_of(wanted, key):
             raise RunError(
@@ -176,11 +185,12 @@ def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
         data = replace(data, source=prompts_of(data.source), labels="all")
     data = replace(data, source=facts.get("data", data.source))
     documents = load_documents(data, tokenizer, seed=settings.train.seed)
-    if facts.get("heldout_sha256", documents.heldout_sha256) != documents.heldout_sha256:
-        raise DataError(
-            f"the texts of {documents.source} have changed since the run {old.folder if old else ''} began.",
-            "the same command without --resume",
-        )
+    for known, found in (("data_sha256", documents.sha256), ("heldout_sha256", documents.heldout_sha256)):
+        if facts.get(known, found) != found:
+            raise DataError(
+                f"the texts of {documents.source} have changed since the run {old.folder if old else ''} began.",
+                "the same command without --resume",
+            )
     wanted = settings.evaluate
     cut_requests(documents.heldout, wanted.requests, wanted.prompt_tokens, wanted.new_tokens + 1)  # what eval will do
     return documents
@@ -189,6 +199,23 @@ def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
 def _measured_before(run: Run) -> TextMeasures | None:
     before = run.facts.get("before")
     return TextMeasures(**before) if before else None
+
+
+def _check_resumed(run: Run, facts: dict[str, Any]) -> None:
+    """Of a run that is taken up again: its base must be the same, a report of its former gates is laid aside."""
+    before = run.facts
+    if before.get("gates_sha256", facts["gates_sha256"]) != facts["gates_sha256"]:
+        raise RunError(
+            f"the gates of {facts['base']} have changed since the run {run.folder} began.",
+            "the same command without --resume",
+        )
+    for what in ("device", "dtype"):
+        if before.get(what, facts[what]) != facts[what]:
+            note(f"Note: begun with {what} {before[what]}, now {facts[what]}: figures may differ in their last digits")
+    if run.report.is_file():
+        aside = run.report.with_name(f"report-step-{before.get('steps', 0)}.json")
+        run.report.replace(aside)
+        note(f"Note: the report of the gates so far is kept as {aside}")
 
 
 def _state(run: Run) -> State | None:
@@ -211,12 +238,16 @@ def _lasting_name(checkpoint: "Checkpoint") -> str:
 
 def choose_recipe(model: str, model_type: str, asked: Asked) -> Recipe:
     """The recipe for this model, then --set, then --data and --steps. `--data self` continues the recipe's own texts."""
-    name, family = asked.recipe or "remoe", "demo" if model == "demo" else model_type
-    given = [*asked.overrides, *([f"train.steps={asked.steps}"] if asked.steps is not None else [])]
-    found = recipes.load(name, family, given)
-    if asked.data is None:
-        return found
-    source = f"{PREFIX}:{found.data.source}" if asked.data == PREFIX else asked.data
+    return _with(recipes.load(asked.recipe or "remoe", "demo" if model == "demo" else model_type), asked)
+
+
+def _with(recipe: Recipe, asked: Asked) -> Recipe:
+    steps = [f"train.steps={asked.steps}"] if asked.steps is not None else []
+    found = recipes.override(recipe, [*asked.overrides, *steps])
+    source = found.data.source if asked.data is None else asked.data
+    if source == PREFIX:
+        texts = next((one for one in (found.data.source, recipe.data.source) if one != PREFIX), "")
+        source = f"{PREFIX}:{prompts_of(texts)}"
     return replace(found, data=replace(found.data, source=source))
 
 
@@ -264,7 +295,8 @@ def _introduce(job: _Job) -> None:
         f"Recipe {job.recipe.name}, texts {texts}, {facts['device']}, {facts['dtype']}; the model's balance loss is off"
     )
     too_long = about_positions(job.recipe.train.sequence, job.model.config, checkpoint.id)
-    for line in [*job.documents.notes, *([too_long] if too_long else [])]:
+    answers = ["perplexity counts all tokens, not the answers alone"] if job.recipe.data.labels == "answers" else []
+    for line in [*job.documents.notes, *([too_long] if too_long else []), *answers]:
         note(f"Note: {line}")
 
 
@@ -280,7 +312,10 @@ def _train(job: _Job, texts: Iterable[Document], state: State | None) -> Trained
     kept = run.metrics.read_text().splitlines() if state and run.metrics.is_file() else []
     steps = [line for line in kept if state and _step_of(line) <= state.step]
     atomic.write(run.metrics, "".join(f"{line}\n" for line in steps))
-    with open(run.metrics, "a", buffering=1) as stream, progress("train", settings.steps) as bar:
+    with (
+        open(run.metrics, "a", buffering=1) as stream,
+        progress("train", settings.steps, already=state.step if state else 0) as bar,
+    ):
 
         def on_step(stats: StepStats) -> None:
             stream.write(json.dumps(stats._asdict()) + "\n")

@@ -89,15 +89,25 @@ class Run:
     def nbytes(self) -> int:
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
+    def check_unfinished(self) -> None:
+        """Raises RunError when --resume cannot go on with it."""
+        if self.status not in UNFINISHED:
+            raise RunError(
+                f"the run {self.folder} is {self.status}, so there is nothing to resume.", f"remoe eval {self.folder}"
+            )
+
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Marks the run as running until the block or the process ends. Raises RunError when another has it."""
+    def locked(self, resumed: bool = False) -> Iterator[None]:
+        """Marks the run as running until the block or the process ends. Raises RunError when another process has it, or
+        (resumed) has finished it since it was chosen."""
         with open(self.folder / ".lock", "w") as stream:
             if fcntl:
                 try:
                     fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     raise RunError(f"the run {self.folder} is running already.", "remoe runs") from None
+            if resumed and self.facts.get("status") not in (*UNFINISHED, "running"):
+                self.check_unfinished()
             yield
 
     def _is_locked(self) -> bool:
@@ -120,7 +130,10 @@ class Run:
             for path in self.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             return
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.is_symlink():
+            self.folder.unlink()
+            return
+        shutil.rmtree(self.folder)
         if self.folder.parent == ROOT:
             with contextlib.suppress(OSError):
                 ROOT.rmdir()
@@ -143,8 +156,12 @@ def create(model: str, recipe: Recipe, out: Path | None = None) -> Run:
         while out.exists():
             out, n = stem.with_name(f"{stem.name}-{n}"), n + 1
     run = Run(atomic.make_folder(out), existed)
-    atomic.write(run.recipe_file, recipe.to_yaml())
-    run.note(model=model, status="running", created=time.time())
+    try:
+        atomic.write(run.recipe_file, recipe.to_yaml())
+        run.note(model=model, status="running", created=time.time())
+    except BaseException:
+        run.discard()
+        raise
     return run
 
 
@@ -180,7 +197,9 @@ def find(name: str | None) -> Run:
     run = named(name)
     if not run.has_delta:
         status = run.status
-        again = "remoe finetune --resume" if status in UNFINISHED else "remoe finetune demo"
+        again = {"running": "remoe runs, until it is finished", "diverged": "remoe finetune demo"}.get(
+            status, f"remoe finetune --resume --out {run.folder}"
+        )
         raise RunError(f"the run {run.folder} has no delta (status: {status}).", again)
     return run
 
@@ -196,14 +215,16 @@ def named(name: str) -> Run:
 def unfinished(model: str | None, out: Path | None) -> Run | None:
     """The latest run that --resume can go on with: in `out`, else under runs/, of this model if one is named.
 
-    None when there is none. Raises RunError when `out` holds a run that is finished, running or diverged.
+    None when there is none. Raises RunError when `out` holds a run of another model, or one that is finished, running or
+    diverged.
     """
     if out is not None:
         if not (out / "run.json").is_file():
             return None
         run = Run(out)
-        if run.status not in UNFINISHED:
-            raise RunError(f"the run {out} is {run.status}, so there is nothing to resume.", f"remoe eval {out}")
+        if model not in (None, run.facts["model"]):
+            raise RunError(f"the run {out} is one of {run.facts['model']}, not of {model}.", "another --out DIR")
+        run.check_unfinished()
         return run
     found = [run for run in every() if run.status in UNFINISHED and model in (None, run.facts["model"])]
     return found[-1] if found else None

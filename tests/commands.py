@@ -66,6 +66,21 @@ def refused(ran, *words: str) -> None:
         assert word in lines[0], lines[0]
 
 
+def report_of(ran) -> dict:
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def texts_of(words: str, rows: int) -> list[dict]:
+    """Rows that differ from one another, long enough to be cut into requests."""
+    return [{"text": f"{words} {i} " + "over the lazy dog " * 20} for i in range(rows)]
+
+
 def make_run(folder: Path, steps: int = 2) -> Path:
     """folder/model, folder/texts.jsonl and folder/run, which tuned that model's gates on those texts."""
     from remoe_cli.finetune import Asked, finetune

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
-from commands import make_model, make_texts, Remoe
+from commands import make_model, make_run, make_texts, Remoe
 from hypothesis import settings
 
 settings.register_profile("ci", derandomize=True)  # a red run must be red again
@@ -52,6 +53,20 @@ def remoe(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
     return Remoe(capsys, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """A folder with a model, texts and a run of 2 steps; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("made")
+    make_run(folder)
+    return folder
+
+
+@pytest.fixture
+def run(made, remoe):
+    """A copy in the working folder, which a test may change."""
+    return Path(shutil.copytree(made / "run", "run"))
 
 
 @pytest.fixture

@@ -87,5 +87,8 @@ def test_the_command(remoe, model, texts):
     assert ran.code == 0, ran.err
     assert Run(texts.parent / "two").recipe.data.source == f"self:{texts}"
     assert json.loads((texts.parent / "two/own_text.jsonl").read_text().splitlines()[0])["prompt"] == 4
+    again = remoe(*asked, "--recipe", Run(texts.parent / "two").recipe_file, "--data", "self", "--out", "three")
+    assert again.code == 0 and Run(texts.parent / "three").recipe.data.source == f"self:{texts}", again.err
     refused(remoe(*asked, "--data", "self:nowhere.jsonl"), "nowhere.jsonl")
+    refused(remoe(*asked, "--data", "selfies.jsonl"), "selfies.jsonl")
     assert remoe("eval", "one", "--cache", "2").code == 0

@@ -58,6 +58,7 @@ class Documents:
 
     source: what was read, for display. notes: what a user should know. domains: of each held-out document the kind of
     text ("" where the source does not say). pinned: the data.source that reads the same again, from any folder.
+    sha256: over all rows, "" where `pinned` names a commit.
     """
 
     train: TokenisedTexts
@@ -66,6 +67,7 @@ class Documents:
     notes: list[str] = field(default_factory=list)
     domains: list[str] = field(default_factory=list)
     pinned: str = ""
+    sha256: str = ""
 
     @cached_property
     def heldout_sha256(self) -> str:
@@ -98,7 +100,7 @@ def load_documents(data: Data, tokenizer: Any, *, seed: int) -> Documents:
     if data.labels == "answers":
         notes.append(_about_labels(texts, source.name))
     notes.append(f"rows to train on: {'up to ' * source.rows.streamed}{len(texts):,}; held out: {len(heldout):,}")
-    return Documents(texts, heldout, source.name, notes, domains, source.pinned)
+    return Documents(texts, heldout, source.name, notes, domains, source.pinned, source.sha256)
 
 
 def _source(data: Data, seed: int) -> Source:
@@ -137,7 +139,7 @@ def _demo(domain: str, data: Data, seed: int) -> Source:
         for split in ("train", "heldout")
     )
     name = f"{data.source} (corpus {digest[:12]})"
-    return Source(name, data.source, Shape("text", ("text",)), draw(name, train, held, data, seed), notes)
+    return Source(name, data.source, Shape("text", ("text",)), draw(name, train, held, data, seed), notes, digest)
 
 
 def _held_out(source: Source, encode: Encoder) -> tuple[list[list[int]], list[str], str | None]:

@@ -2,6 +2,7 @@
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -42,8 +43,10 @@ def load(path: Path, data: Data, seed: int) -> Source:
     for what, these in (("from", train), ("held out", held), ("not read", others)):
         if these and path.is_dir():
             said += f"; {what}: {_names(these)}"
-    drawn = draw(name, rows, heldout, data, seed)
-    return Source(name, str(path.resolve()), shape, drawn, [f"{name}: {said}"])
+    drawn, digest = draw(name, rows, heldout, data, seed), hashlib.sha256()
+    for row in [*rows, *(heldout or [])]:
+        digest.update(json.dumps(row, default=str).encode())
+    return Source(name, str(path.resolve()), shape, drawn, [f"{name}: {said}"], digest.hexdigest())
 
 
 def _of_folder(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:

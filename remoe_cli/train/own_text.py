@@ -31,7 +31,8 @@ def is_own(source: str) -> bool:
 
 
 def prompts_of(source: str) -> str:
-    return source.removeprefix(PREFIX).removeprefix(":")
+    """The source of prompts and held-out texts; of another source, itself."""
+    return source.partition(":")[2] if is_own(source) else source
 
 
 def own_documents(

@@ -24,13 +24,15 @@ class Drawn(NamedTuple):
 
 
 class Source(NamedTuple):
-    """name: for display. pinned: the data.source that reads the same again, from any folder."""
+    """name: for display. pinned: the data.source that reads the same again, from any folder. sha256: over all rows; ""
+    where `pinned` names a commit."""
 
     name: str
     pinned: str
     shape: Shape
     rows: Drawn
     notes: list[str]
+    sha256: str = ""
 
 
 def draw(name: str, rows: Sequence[Row], heldout: Sequence[Row] | None, data: Data, seed: int) -> Drawn:

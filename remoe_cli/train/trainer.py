@@ -20,6 +20,7 @@ import torch
 from torch import nn, Tensor
 from torch.nn import functional as F
 
+from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import DataError, RemoeError, TrainingError
 from remoe_cli.families import FAMILIES, Gate, RouterTap
 from remoe_cli.families.tap import Routed
@@ -94,7 +95,7 @@ def train(
 
     batches: micro-batches, `accumulation` of them a step, from the state's position on; when they run out early, the
     run ends with a note. on_step is called after each step's update, save every train.save_seconds and when training
-    ends before its last step. state: where an earlier call came to; the gates then end as if it had not stopped.
+    ends. state: where an earlier call came to; the gates then end as if it had not stopped.
     The model is left in eval mode, with gradients required of its gates only and its balance loss at 0. Ctrl-C ends
     the run after the last completed step. Raises Diverged when a loss or gradient is not finite, Stopped for whatever
     else ends it (out of memory, a full disk), DataError when there is no batch at all.
@@ -115,7 +116,8 @@ def train(
                     break
                 measured = loop.gradients(micro, step)
                 if not (math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"])):
-                    done = replace(done, tensors={f"master/{n}": t for n, t in done.part("proven").items()})
+                    proven = {f"master/{name}": tensor for name, tensor in done.part("proven").items()}
+                    done = replace(done, step=max(0, done.step - 1), tensors=proven)
                     raise Diverged(
                         f"step {step}: the loss ({measured['loss']:.4g}) or its gradient ({measured['grad_norm']:.4g}) "
                         "is not finite; the last good gates are kept.",
@@ -124,15 +126,17 @@ def train(
                     )
                 lr = loop.update(step)
                 now = time.perf_counter()
-                done = loop.state(step, micro[-1].next, now - start, proven=done.part("master"))
+                after = loop.state(step, micro[-1].next, now - start, proven=done.part("master"))
                 tokens = int(measured.pop("tokens"))
-                timing = {"tokens_per_s": tokens / (now - began), "elapsed": done.elapsed}
+                timing = {"tokens_per_s": tokens / (now - began), "elapsed": after.elapsed}
                 trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, **timing, **measured))
                 if on_step:
                     on_step(trained.steps[-1])
-                if save and step < settings.steps and time.monotonic() - saved >= settings.save_seconds:
+                done = after
+                if save and time.monotonic() - saved >= settings.save_seconds:
                     save(done)
                     saved = time.monotonic()
+        _last_save(save, done)
     except KeyboardInterrupt:
         trained.interrupted = True
         _last_save(save, done)
@@ -145,6 +149,7 @@ def train(
         loop.masters.restore(done.part("master"))
         trained.gates = {name: tensor.cpu() for name, tensor in done.part("master").items()}
         trained.step = done.step
+        trained.steps = [stats for stats in trained.steps if stats.step <= done.step]
     if not done.step and not trained.interrupted:
         raise DataError("the texts hold no batch to train on.", "remoe finetune MODEL --data FILE.jsonl")
     if done.step < settings.steps and not trained.interrupted:
@@ -153,7 +158,7 @@ def train(
 
 
 def _last_save(save: Callable[[State], None] | None, done: State) -> None:
-    """Where training ends early; an older state serves as well where this one finds no room."""
+    """Where training ends; an older state serves as well where this one finds no room."""
     if save and done.step:
         with suppress(RemoeError):
             save(done)
@@ -164,7 +169,7 @@ def _stopped(error: Exception, step: int, trained: Trained) -> Stopped:
     kept = f"the gates of step {step - 1} are kept"
     if isinstance(error, RemoeError):
         return Stopped(f"step {step}: {error.message} ({kept}.)", error.hint, trained)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+    if out_of_memory(error):
         smaller = "--set train.micro_batch=1 --set train.checkpointing=true (and a smaller train.sequence)"
         return Stopped(f"step {step}: out of memory; {kept}.", f"the same command with {smaller}", trained)
     reason = (str(error).splitlines() or [""])[0]
