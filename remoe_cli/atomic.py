@@ -44,12 +44,10 @@ def check_writable(path: Path) -> None:
         raise unwritable(path, None)
 
 
-def require_free(path: Path) -> None:
-    """Raises RunError when `path` holds something already, or could not be made."""
+def require_free(path: Path, hint: str = "the same command with another folder") -> None:
+    """Raises RunError, with that hint, when `path` holds something already, or could not be made."""
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
-        raise RunError(
-            f"{path} exists and is not an empty folder; nothing was written.", "the same command with another folder"
-        )
+        raise RunError(f"{path} exists and is not an empty folder; nothing was written.", hint)
     check_writable(path)
 
 

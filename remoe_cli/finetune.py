@@ -20,13 +20,12 @@ from remoe_cli.errors import DataError, RunError
 from remoe_cli.families import Family, family_of, find_gates, Gate
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.requests import cut_requests
-from remoe_cli.measure.sample import measure_heldout
-from remoe_cli.recipe import key_names, Recipe, value_of
+from remoe_cli.measure.sample import measure_heldout, Sample
+from remoe_cli.recipe import is_own, key_names, OWN_TEXT, prompts_of, Recipe, value_of
 from remoe_cli.report.metrics import TextMeasures
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
-from remoe_cli.train.own_text import is_own, own_documents, PREFIX, prompts_of
+from remoe_cli.train.own_text import own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
 from remoe_cli.train.state import newest, State
 from remoe_cli.train.tokens import about_positions, check_vocabulary
@@ -99,6 +98,8 @@ def finetune(
                 "gates_sha256": checkpoint.sha256(*sorted(disk_names.values())),
                 "device": device_name(where), "dtype": str(dtype).removeprefix("torch."), "environment": versions(),
                 "data": documents.pinned, "data_sha256": documents.sha256, "heldout_sha256": documents.heldout_sha256,
+                "top_k": gates[0].top_k, "n_experts": gates[0].n_experts, "moe_layers": len(gates),
+                "gate_parameters": sum(p.numel() for gate in gates for p in gate.parameters.values()),
             }  # fmt: skip
             _check_resumed(run, facts)
             run.note(**facts)
@@ -191,8 +192,7 @@ def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
                 f"the texts of {documents.source} have changed since the run {old.folder if old else ''} began.",
                 "the same command without --resume",
             )
-    wanted = settings.evaluate
-    cut_requests(documents.heldout, wanted.requests, wanted.prompt_tokens, wanted.new_tokens + 1)  # what eval will do
+    Sample.of(documents.heldout, settings, draws=1)  # eval will want it
     return documents
 
 
@@ -245,9 +245,9 @@ def _with(recipe: Recipe, asked: Asked) -> Recipe:
     steps = [f"train.steps={asked.steps}"] if asked.steps is not None else []
     found = recipes.override(recipe, [*asked.overrides, *steps])
     source = found.data.source if asked.data is None else asked.data
-    if source == PREFIX:
-        texts = next((one for one in (found.data.source, recipe.data.source) if one != PREFIX), "")
-        source = f"{PREFIX}:{prompts_of(texts)}"
+    if source == OWN_TEXT:
+        texts = next((one for one in (found.data.source, recipe.data.source) if one != OWN_TEXT), "")
+        source = f"{OWN_TEXT}:{prompts_of(texts)}"
     return replace(found, data=replace(found.data, source=source))
 
 
@@ -281,15 +281,13 @@ def _suggested_cache(done: Finetuned) -> int:
 
 
 def _introduce(job: _Job) -> None:
-    run, checkpoint, gates = job.run, job.checkpoint, job.gates
-    trained = sum(p.numel() for gate in gates for p in gate.parameters.values())
-    run.note(top_k=gates[0].top_k, n_experts=gates[0].n_experts, moe_layers=len(gates), gate_parameters=trained)
+    run, checkpoint, gates, facts = job.run, job.checkpoint, job.gates, job.run.facts
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
     note(f"Run {run.folder}")
     note(
-        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, {trained:,} parameters train, the rest is frozen"
+        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, {facts['gate_parameters']:,} parameters train, the rest is frozen"
     )
-    facts, source = run.facts, job.documents.source
+    source = job.documents.source
     texts = f"what the base writes after prompts from {source}" if is_own(job.recipe.data.source) else source
     note(
         f"Recipe {job.recipe.name}, texts {texts}, {facts['device']}, {facts['dtype']}; the model's balance loss is off"

@@ -11,6 +11,7 @@ from remoe_cli import run as runs
 from remoe_cli.delta import Delta
 from remoe_cli.errors import RunError, UsageError
 from remoe_cli.hub.licence import licence_of
+from remoe_cli.recipe import is_own, OWN_TEXT, prompts_of
 from remoe_cli.report.renderers.card import card
 
 
@@ -132,8 +133,7 @@ def _findable(delta: Delta, facts: dict[str, Any]) -> str:
 
 def _texts(source: str, pinned: str | None) -> str:
     """data.source without folders. pinned: what it was found as, an absolute path for local texts (run.json)."""
-    prefix = "self:" if source.startswith("self:") else ""
-    named = source.removeprefix(prefix)
+    prefix, named = f"{OWN_TEXT}:" if is_own(source) else "", prompts_of(source)
     local = Path(pinned).is_absolute() if pinned else Path(named).expanduser().exists()
     return prefix + (_last_part(named, pinned) if local else named)
 

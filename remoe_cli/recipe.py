@@ -16,6 +16,7 @@ import yaml
 
 from remoe_cli.errors import RecipeError
 
+OWN_TEXT = "self"  # the data.source of what the base itself writes
 CONTROLS = ("ce-only", "no-trust", "no-reuse", "no-consistency")
 _NAME = re.compile(r"[^\W_][\w.-]{0,59}")  # it becomes part of folder names
 
@@ -207,6 +208,16 @@ def key_names() -> list[str]:
     recipe = Recipe()
     sections = [f.name for f in fields(recipe) if is_dataclass(getattr(recipe, f.name))]
     return ["name", *(f"{section}.{f.name}" for section in sections for f in fields(getattr(recipe, section)))]
+
+
+def is_own(source: str) -> bool:
+    """Whether a data.source asks for the base's own text: "self:SOURCE", SOURCE giving prompts and held-out texts."""
+    return source == OWN_TEXT or source.startswith(f"{OWN_TEXT}:")
+
+
+def prompts_of(source: str) -> str:
+    """The source of prompts and held-out texts; of another source, itself."""
+    return source.partition(":")[2] if is_own(source) else source
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

@@ -167,12 +167,11 @@ def create(model: str, recipe: Recipe, out: Path | None = None) -> Run:
 
 def check_free(out: Path | None) -> None:
     """Raises RunError when a new run cannot be put there: before a long download, not after it."""
-    if out is not None and (out.is_file() or (out.is_dir() and any(out.iterdir()))):
-        raise RunError(
-            f"{out} exists and is not an empty folder; nothing was written.",
-            "the same command with another --out DIR, or with --resume if it is an unfinished run",
-        )
-    atomic.check_writable(out or ROOT)
+    if out is None:
+        atomic.check_writable(ROOT)
+    else:
+        hint = "the same command with another --out DIR, or with --resume if it is an unfinished run"
+        atomic.require_free(out, hint)
 
 
 def every() -> list[Run]:

@@ -11,7 +11,9 @@ import pytest
 import tiny_models
 import torch
 from commands import make_model, make_run, make_texts, Remoe
+from hub_client import TOKEN
 from hypothesis import settings
+from loopback_hub import Account, LoopbackHub
 
 settings.register_profile("ci", derandomize=True)  # a red run must be red again
 if os.environ.get("CI"):
@@ -77,6 +79,18 @@ def model(tmp_path):
 @pytest.fixture
 def texts(tmp_path):
     return make_texts(tmp_path / "texts.jsonl")
+
+
+@pytest.fixture
+def hub():
+    with LoopbackHub() as server:
+        server.accounts[TOKEN] = Account("ada", granted=("org/gated-open",))
+        yield server
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "home"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

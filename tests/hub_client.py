@@ -9,6 +9,7 @@ from pathlib import Path
 
 from loopback_hub import LoopbackHub
 
+TOKEN = "hf_a-secret-of-this-test"
 SCRIPT = """
 import json, resource, sys
 from pathlib import Path

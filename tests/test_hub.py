@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_client import Client
-from loopback_hub import Account, Fault, LoopbackHub
+from hub_client import Client, TOKEN
+from loopback_hub import Fault
 from safetensors.numpy import save
 
 from remoe_cli import demo
 from remoe_cli.errors import HubError
 from remoe_cli.hub.resolve import fetch_config, resolve, split
 
-TOKEN = "hf_a-secret-of-this-test"
 SHARDS = {f"model-0000{i}-of-00002.safetensors": save({f"w{i}": np.full((4, 64), i, np.float32)}) for i in (1, 2)}
 INDEX = json.dumps({"metadata": {}, "weight_map": {f"w{i}": name for i, name in enumerate(SHARDS, 1)}}).encode()
 NEEDED = {
@@ -34,18 +33,6 @@ USELESS = {
     "original/model.safetensors": save({"again": np.zeros(3, np.float32)}),
     "README.md": b"# a card",
 }
-
-
-@pytest.fixture
-def hub():
-    with LoopbackHub() as server:
-        server.accounts[TOKEN] = Account("ada", granted=("org/gated-open",))
-        yield server
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 def ask(hub, home, *calls, **env):

@@ -6,24 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_client import TOKEN
 from loopback_hub import Account, Fault, LoopbackHub
 from safetensors.numpy import save
-from test_hub import ask, ask_and_listen, NEEDED, TOKEN
+from test_hub import ask, ask_and_listen, NEEDED
 
 from remoe_cli.errors import UsageError
 from remoe_cli.hub.upload import push_folder, target_of
-
-
-@pytest.fixture
-def hub():
-    with LoopbackHub() as server:
-        server.accounts[TOKEN] = Account("ada", granted=("org/gated-open",))
-        yield server
-
-
-@pytest.fixture
-def home(tmp_path):
-    return tmp_path / "home"
 
 
 @pytest.fixture

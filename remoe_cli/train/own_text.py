@@ -21,18 +21,7 @@ from remoe_cli.train.packing import Document, stretches
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PREFIX = "self"
 BATCH = 64
-
-
-def is_own(source: str) -> bool:
-    """Whether a data.source asks for the base's own text: "self:SOURCE", SOURCE giving prompts and held-out texts."""
-    return source == PREFIX or source.startswith(f"{PREFIX}:")
-
-
-def prompts_of(source: str) -> str:
-    """The source of prompts and held-out texts; of another source, itself."""
-    return source.partition(":")[2] if is_own(source) else source
 
 
 def own_documents(

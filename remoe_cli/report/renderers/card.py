@@ -5,7 +5,7 @@ from typing import Any, TYPE_CHECKING
 
 import yaml
 
-from remoe_cli.recipe import Recipe
+from remoe_cli.recipe import is_own, prompts_of, Recipe
 from remoe_cli.report.renderers.markdown import markdown
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ def _licence(licence: Mapping[str, str], base: str) -> str:
 
 def _texts(source: str) -> str:
     """data.source in words: "self:SOURCE" is the base's own text after prompts from SOURCE."""
-    own = source == "self" or source.startswith("self:")
-    return f"what the base wrote after prompts from {source.removeprefix('self:')}" if own else source
+    return f"what the base wrote after prompts from {prompts_of(source)}" if is_own(source) else source
 
 
 def _steps(recipe: Recipe, facts: dict[str, Any]) -> str:
