@@ -6,24 +6,35 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from remoe_cli.errors import RunError
 
 
 def write(path: Path, content: str | bytes) -> None:
     """Writes and syncs a neighbour, then renames it over `path`. Raises RunError when the folder cannot be written."""
-    data = content.encode() if isinstance(content, str) else content
+    with new_file(path) as stream:
+        stream.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A stream whose content becomes `path` if the block succeeds, and vanishes if it does not.
+
+    Raises RunError when the folder cannot be written, or `path` is a folder.
+    """
     temporary = path.with_name(f".{path.name}.tmp{os.getpid()}")
     try:
         with open(temporary, "wb") as stream:
-            stream.write(data)
+            yield stream
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     except OSError as error:
         raise unwritable(path.parent, error) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def make_folder(path: Path) -> Path:

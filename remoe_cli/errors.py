@@ -45,6 +45,10 @@ class DataError(RemoeError):
     """Texts that cannot be used: empty, without a text field, not UTF-8."""
 
 
+class TraceError(RemoeError):
+    """Not a routing trace, a damaged one, one of another version, or a foreign one that cannot be imported."""
+
+
 class HubError(RemoeError):
     """The Hub refused or was not reached."""
 

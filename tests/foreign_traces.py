@@ -1,41 +1,16 @@
-"""Readers of published routing traces; the goldens need them as they were listed."""
+"""Published routing traces as their goldens need them, and two views of a trace for tests."""
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
 from remoe_cli.routing import RoutingTrace
+from remoe_cli.routing.imports import expert_npz
 
-
-@lru_cache(maxsize=2)
-def esft(path: Path) -> RoutingTrace:
-    """DeepSeek-V2-Lite, 64 experts, ids ascending inside a token: replay with touch_order="listed"."""
-    file = np.load(path)
-    experts = file["experts"].transpose(1, 0, 2)
-    return RoutingTrace(
-        experts=experts,
-        borders=np.concatenate([[0], np.cumsum(file["sample_lengths"])]),
-        prefill=np.zeros(len(experts), dtype=bool),
-        n_experts=64,
-        weights=file["weights"].transpose(1, 0, 2),
-    )
-
-
-@lru_cache(maxsize=2)
-def cacheable_by_design(path: Path) -> RoutingTrace:
-    """One request over the whole file, as its authors replay it."""
-    file = np.load(path)
-    experts = file["experts"].transpose(1, 0, 2)
-    return RoutingTrace(
-        experts=experts,
-        borders=np.array([0, len(experts)]),
-        prefill=np.zeros(len(experts), dtype=bool),
-        n_experts=json.loads(str(file["meta"]))["num_experts"],
-    )
+esft = lru_cache(maxsize=2)(expert_npz.read_esft)
+cacheable_by_design = lru_cache(maxsize=2)(expert_npz.read_cacheable)
 
 
 def canonical(trace: RoutingTrace) -> RoutingTrace:
@@ -60,4 +35,5 @@ def first_requests(trace: RoutingTrace, n_requests: int, n_layers: int) -> Routi
         borders=trace.borders[: n_requests + 1],
         prefill=trace.prefill[:stop],
         n_experts=trace.n_experts,
+        weights=None if trace.weights is None else trace.weights[:stop, :n_layers],
     )

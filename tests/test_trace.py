@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from remoe_cli.routing import RoutingTrace
 
@@ -45,6 +47,8 @@ def test_shapes_and_types():
         ({"prefill": np.array([False, True, False, True, False])}, "a prompt token follows a decoded token"),
         ({"weights": np.zeros((5, 1, 3))}, "weights: want floats"),
         ({"weights": np.zeros((5, 1, 2), dtype=int)}, "weights: want floats"),
+        ({"probabilities": np.zeros((5, 1, 2))}, r"probabilities: want floats \[5, 1, 4\]"),
+        ({"head_scores": np.zeros((5, 1, 4), dtype=int)}, "head_scores: want floats"),
     ],
 )
 def test_refuses(changes, message):
@@ -58,6 +62,39 @@ def test_decode_drops_the_prompt_and_keeps_the_requests():
     assert got.borders.tolist() == [0, 1, 2]
     assert not got.prefill.any()
     assert got.weights is not None and got.weights[:, 0, 0].tolist() == [np.float16(0.7), 0.5]
+
+
+def test_decode_and_concat_carry_the_scores_of_all_experts():
+    every = np.arange(20, dtype=np.float16).reshape(5, 1, 4)
+    one = trace(probabilities=every, head_scores=every + 1)
+    assert one.decode().probabilities.tolist() == [[[8, 9, 10, 11]], [[16, 17, 18, 19]]]
+    assert one.decode().head_scores.tolist() == [[[9, 10, 11, 12]], [[17, 18, 19, 20]]]
+    both = RoutingTrace.concat([one, one])
+    assert np.array_equal(both.probabilities, np.concatenate([every, every]))
+    assert np.array_equal(both.head_scores, np.concatenate([every, every]) + 1)
+
+
+def test_decode_of_a_trace_without_prompts_is_the_trace():
+    one = trace(prefill=np.zeros(5, dtype=bool))
+    assert one.decode() is one
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), tokens=st.integers(1, 9000), layers=st.integers(1, 3), top_k=st.integers(2, 6))
+def test_an_expert_named_twice_is_found_wherever_it_is(seed, tokens, layers, top_k):
+    rng = np.random.default_rng(seed)
+    start = rng.integers(0, 50, (tokens, layers, 1))
+    experts = (start + np.arange(top_k)).astype(rng.choice(["uint8", "int16", "int64"]))
+    rest = {"borders": np.array([0, tokens]), "prefill": np.zeros(tokens, dtype=bool), "n_experts": 60}
+    RoutingTrace(experts, **rest)
+    token, layer = rng.integers(tokens), rng.integers(layers)
+    first, second = rng.choice(top_k, 2, replace=False)
+    experts[token, layer, first] = experts[token, layer, second]
+    with pytest.raises(ValueError, match=f"token {token} names an expert twice in layer {layer}$"):
+        RoutingTrace(experts, **rest)
+    turned = np.ascontiguousarray(experts.transpose(1, 0, 2)).transpose(1, 0, 2)  # as foreign files lie in memory
+    with pytest.raises(ValueError, match=f"token {token} names an expert twice in layer {layer}$"):
+        RoutingTrace(turned, **rest)
 
 
 def test_decode_keeps_a_request_that_was_all_prompt():
@@ -84,7 +121,8 @@ def test_concat_keeps_provenance_where_it_agrees():
     [
         ([], "no trace"),
         ([trace(), trace(n_experts=5)], "differ"),
-        ([trace(), trace(weights=None)], "some have none"),
+        ([trace(), trace(weights=None)], "some traces have weights and some have none"),
+        ([trace(), trace(probabilities=np.zeros((5, 1, 4)))], "some traces have probabilities and some have none"),
     ],
 )
 def test_concat_refuses(others, message):

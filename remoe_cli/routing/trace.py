@@ -1,6 +1,6 @@
 """RoutingTrace: the K experts that each token used in each MoE layer.
 
-Shape letters: T tokens, L MoE layers, K experts a token, R requests.
+Shape letters: T tokens, L MoE layers, E routed experts, K experts a token, R requests.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from typing import Any
 import numpy as np
 
 MOST_EXPERTS = np.iinfo(np.int16).max
+FLOATS = ("weights", "probabilities", "head_scores")
+_BLOCK = 1 << 12  # tokens that are checked at once: a mapped file is never in memory as a whole
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingTrace:
     """Routing of R requests, one after the other.
 
-    experts: [T, L, K] int16, each token's distinct experts, in descending routing weight as the router gave them.
+    experts: [T, L, K] int16, each token's distinct experts, in descending routing weight as the router gave them (an
+    imported trace: as its file lists them; its provenance says so).
     borders: [R + 1] int64, request r is tokens borders[r]:borders[r + 1].
     prefill: [T] bool, True where the token belongs to the prompt; in each request these come first.
     n_experts: routed experts a layer (E).
     weights: [T, L, K] float16, the routing weights of `experts`, or None.
-    provenance: where it came from (model, revision, delta, data, seed).
+    provenance: where it came from, as docs/trace-format.md lists it (model, revision, delta, data, seed, ...).
+    probabilities: [T, L, E] float16, the router's probabilities over all routed experts, or None.
+    head_scores: [T, L, E] float16, what a head beside the gate gave each expert, or None.
 
-    Raises ValueError for arrays that contradict this. Arrays of another integer or float type are converted.
+    Raises ValueError for arrays that contradict this. Arrays of another integer or float type are converted; those of the
+    types named here are kept as they are, mapped files included.
     """
 
     experts: np.ndarray
@@ -34,6 +40,8 @@ class RoutingTrace:
     n_experts: int
     weights: np.ndarray | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
+    probabilities: np.ndarray | None = None
+    head_scores: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         experts, borders, prefill = np.asarray(self.experts), np.asarray(self.borders), np.asarray(self.prefill)
@@ -50,13 +58,10 @@ class RoutingTrace:
         object.__setattr__(self, "experts", experts.astype(np.int16, copy=False))
         object.__setattr__(self, "borders", borders.astype(np.int64, copy=False))
         object.__setattr__(self, "prefill", prefill)
-        if self.weights is not None:
-            weights = np.asarray(self.weights)
-            if weights.shape != experts.shape or weights.dtype.kind != "f":
-                raise ValueError(
-                    f"weights: want floats {list(experts.shape)} as experts, got {weights.dtype} {list(weights.shape)}"
-                )
-            object.__setattr__(self, "weights", weights.astype(np.float16, copy=False))
+        every = (*experts.shape[:2], self.n_experts)
+        for name, shape in (("weights", experts.shape), ("probabilities", every), ("head_scores", every)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _floats(name, np.asarray(getattr(self, name)), shape))
 
     @property
     def n_tokens(self) -> int:
@@ -77,14 +82,22 @@ class RoutingTrace:
     def decode(self) -> RoutingTrace:
         """The same requests without their prefill tokens; a request that was all prefill stays, empty."""
         kept = ~self.prefill
+        if kept.all():
+            return self  # nothing is copied
         before = np.concatenate([[0], np.cumsum(kept)])
+        floats: dict[str, Any] = {name: array[kept] for name in FLOATS if (array := getattr(self, name)) is not None}
         return replace(
-            self,
-            experts=self.experts[kept],
-            borders=before[self.borders],
-            prefill=self.prefill[kept],
-            weights=None if self.weights is None else self.weights[kept],
+            self, experts=self.experts[kept], borders=before[self.borders], prefill=self.prefill[kept], **floats
         )
+
+    def uses(self) -> np.ndarray:
+        """[L, E] int64, how many tokens used each expert."""
+        counts = np.zeros(self.n_layers * self.n_experts, dtype=np.int64)
+        offsets = np.arange(self.n_layers)[:, None] * self.n_experts
+        for start in range(0, self.n_tokens, _BLOCK):
+            flat = (self.experts[start : start + _BLOCK] + offsets).ravel()
+            counts += np.bincount(flat, minlength=len(counts))
+        return counts.reshape(self.n_layers, self.n_experts)
 
     @staticmethod
     def concat(traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -97,9 +110,13 @@ class RoutingTrace:
         shapes = {(trace.n_layers, trace.top_k, trace.n_experts) for trace in traces}
         if len(shapes) > 1:
             raise ValueError(f"concat: traces differ in (layers, top_k, experts): {sorted(shapes)}")
-        weights = [trace.weights for trace in traces if trace.weights is not None]
-        if len(weights) not in (0, len(traces)):
-            raise ValueError("concat: some traces have weights and some have none")
+        floats: dict[str, np.ndarray] = {}
+        for name in FLOATS:
+            arrays = [array for trace in traces if (array := getattr(trace, name)) is not None]
+            if len(arrays) not in (0, len(traces)):
+                raise ValueError(f"concat: some traces have {name} and some have none")
+            if arrays:
+                floats[name] = np.concatenate(arrays)
         lengths = np.concatenate([np.diff(trace.borders) for trace in traces])
         parts = [trace.provenance for trace in traces]
         return RoutingTrace(
@@ -107,8 +124,8 @@ class RoutingTrace:
             borders=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             prefill=np.concatenate([trace.prefill for trace in traces]),
             n_experts=traces[0].n_experts,
-            weights=np.concatenate(weights) if weights else None,
             provenance=parts[0] if all(part == parts[0] for part in parts) else {"parts": parts},
+            **floats,
         )
 
 
@@ -119,10 +136,19 @@ def _check_experts(experts: np.ndarray, n_experts: int) -> None:
         raise ValueError(f"n_experts: want top_k {experts.shape[2]} to {MOST_EXPERTS}, got {n_experts}")
     if experts.size and not 0 <= experts.min() <= experts.max() < n_experts:
         raise ValueError(f"experts: want ids 0 to {n_experts - 1}, got {experts.min()} to {experts.max()}")
-    ordered = np.sort(experts, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
-        token, layer = np.argwhere(ordered[..., 1:] == ordered[..., :-1])[0][:2]
-        raise ValueError(f"experts: token {token} names an expert twice in layer {layer}")
+    for start in range(0, len(experts), _BLOCK):
+        columns_KTL = np.ascontiguousarray(np.moveaxis(experts[start : start + _BLOCK], -1, 0))
+        for lag in range(1, len(columns_KTL)):
+            twice = columns_KTL[lag:] == columns_KTL[:-lag]
+            if twice.any():
+                token, layer = np.argwhere(twice.any(axis=0))[0]
+                raise ValueError(f"experts: token {start + token} names an expert twice in layer {layer}")
+
+
+def _floats(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if array.shape != shape or array.dtype.kind != "f":
+        raise ValueError(f"{name}: want floats {list(shape)}, got {array.dtype} {list(array.shape)}")
+    return array.astype(np.float16, copy=False)
 
 
 def _is_integer(array: np.ndarray) -> bool:

@@ -1,0 +1,189 @@
+"""The trace file: one RoutingTrace, memory-mapped when read. Documented to the byte in docs/trace-format.md.
+
+Shape letters: T tokens, L MoE layers, E routed experts, K experts a token, R requests.
+"""
+
+import json
+import os
+import shlex
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from remoe_cli import atomic
+from remoe_cli.errors import TraceError
+from remoe_cli.routing.trace import FLOATS, MOST_EXPERTS, RoutingTrace
+
+MAGIC, VERSION = b"REMOETRC", 1
+ALIGNMENT = 64
+_HEADER = struct.Struct("<8sIIQIIIIQQQ")
+_FLAGS = {name: 1 << bit for bit, name in enumerate(FLOATS)}
+_BLOCK = 1 << 12  # tokens
+_FOREIGN = (b"PK\x03\x04", b"\x1f\x8b", b"# route_trace", b"turn,phase,")  # npz, gzip, and a route CSV's first line
+
+
+class _Header(NamedTuple):
+    """In the order of the file. flags: which of FLOATS are there."""
+
+    magic: bytes
+    version: int
+    flags: int
+    tokens: int
+    layers: int
+    experts: int
+    top_k: int
+    reserved: int
+    requests: int
+    provenance: int
+    size: int
+
+
+class _Section(NamedTuple):
+    name: str
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + int(np.prod(self.shape, dtype=object)) * np.dtype(self.dtype).itemsize
+
+
+def write(trace: RoutingTrace, path: Path) -> int:
+    """Writes the trace under its name once it is whole; the file's size in bytes.
+
+    Raises TraceError for a trace that a file cannot hold (no request, a request without a token, scores that are not
+    finite, provenance that is no JSON), RunError when the folder cannot be written.
+    """
+    if why := _unfit(trace):
+        raise TraceError(f"{path} was not written: {why}.", "remoe trace demo -o t.trace")
+    try:
+        provenance = json.dumps(trace.provenance, allow_nan=False, sort_keys=True).encode()
+    except (TypeError, ValueError) as error:
+        raise TraceError(f"{path} was not written: its provenance is no JSON ({error}).", "remoe trace demo") from None
+    flags = sum(flag for name, flag in _FLAGS.items() if getattr(trace, name) is not None)
+    shape = trace.n_tokens, trace.n_layers, trace.n_experts, trace.top_k
+    header = _Header(MAGIC, VERSION, flags, *shape, 0, trace.n_requests, len(provenance), 0)
+    sections = _sections(header)
+    header = header._replace(size=sections[-1].end)
+    content: dict[str, Any] = {name: getattr(trace, name) for name in ("experts", "borders", "prefill", *FLOATS)}
+    content["provenance"] = np.frombuffer(provenance, dtype=np.uint8)
+    with atomic.new_file(path) as stream:
+        stream.write(_HEADER.pack(*header))
+        for section in sections:
+            stream.write(bytes(section.offset - stream.tell()))
+            array = content[section.name]
+            for start in range(0, len(array), _BLOCK):  # what is mapped or transposed is never copied as a whole
+                stream.write(np.ascontiguousarray(array[start : start + _BLOCK], dtype=section.dtype).data)
+    return header.size
+
+
+def read(path: Path) -> RoutingTrace:
+    """The trace, its arrays mapped from the file and checked, none of them copied.
+
+    Raises TraceError for anything but a whole trace of this version: what is wrong with it, and the next command.
+    """
+    header, size = _header(path)
+    again = f"cp or record {shlex.quote(str(path))} again: remoe trace MODEL -o {shlex.quote(str(path))}"
+    if size != header.size:
+        state = "truncated" if size < header.size else "longer than it should be"
+        raise TraceError(f"{path} is {state}: {size:,} bytes, its header says {header.size:,}.", again)
+    sections = _sections(header)
+    if why := _impossible(header, sections):
+        raise TraceError(f"{path} is damaged: {why}.", again)
+    whole = np.memmap(path, dtype=np.uint8, mode="r")
+    found = {section.name: whole[section.offset : section.end] for section in sections}
+    try:
+        provenance = json.loads(found.pop("provenance").tobytes())
+    except ValueError as error:
+        raise TraceError(f"{path} is damaged: its provenance is no JSON ({error}).", again) from None
+    if not isinstance(provenance, dict):
+        raise TraceError(f"{path} is damaged: its provenance is no JSON object.", again)
+    if found["prefill"].max(initial=0) > 1:
+        raise TraceError(f"{path} is damaged: the phase of a token is {found['prefill'].max()}, not 0 or 1.", again)
+    arrays = {s.name: found[s.name].view(s.dtype).reshape(s.shape) for s in sections if s.name != "provenance"}
+    arrays["prefill"] = arrays["prefill"].view(np.bool_)
+    try:
+        trace = RoutingTrace(n_experts=header.experts, provenance=provenance, **arrays)
+    except ValueError as error:
+        raise TraceError(f"{path} is damaged: {error}.", again) from None
+    if why := _unfit(trace):
+        raise TraceError(f"{path} is damaged: {why}.", again)
+    return trace
+
+
+def _header(path: Path) -> tuple[_Header, int]:
+    """And the size of the file."""
+    try:
+        with open(path, "rb") as stream:
+            raw, size = stream.read(_HEADER.size), os.fstat(stream.fileno()).st_size
+    except OSError as error:
+        why = "there is no trace" if isinstance(error, FileNotFoundError) else f"{error.strerror}:"
+        raise TraceError(f"{why} {path}.", f"remoe trace demo -o {shlex.quote(str(path))}") from None
+    if not raw:
+        raise TraceError(f"{path} is empty.", f"remoe trace demo -o {shlex.quote(str(path))}")
+    if raw[: len(MAGIC)] != MAGIC[: len(raw)]:
+        if raw.startswith(_FOREIGN):
+            hint = f"remoe trace import {shlex.quote(str(path))} -o t.trace"
+            raise TraceError(f"{path} is no trace of remoe, but may be one of another tool.", hint)
+        raise TraceError(f"{path} is no trace: it does not begin with {MAGIC.decode()}.", "remoe trace demo -o t.trace")
+    if len(raw) < _HEADER.size:
+        raise TraceError(f"{path} is truncated: {size} bytes, less than a header.", "remoe trace demo -o t.trace")
+    header = _Header(*_HEADER.unpack(raw))
+    if header.version != VERSION:
+        raise TraceError(
+            f"{path} is a trace of version {header.version}; this remoe reads version {VERSION}.",
+            "pip install -U remoe-cli" if header.version > VERSION else "remoe trace MODEL -o t.trace",
+        )
+    return header, size
+
+
+def _sections(header: _Header) -> list[_Section]:
+    """In the order of the file, each at the next multiple of ALIGNMENT."""
+    T, L, E, K = header.tokens, header.layers, header.experts, header.top_k
+    wide = {"weights": (T, L, K), "probabilities": (T, L, E), "head_scores": (T, L, E)}
+    parts: list[tuple[str, str, tuple[int, ...]]] = [
+        ("borders", "<i8", (header.requests + 1,)),
+        ("prefill", "|u1", (T,)),
+        ("experts", "<i2", (T, L, K)),
+        *((name, "<f2", wide[name]) for name, flag in _FLAGS.items() if header.flags & flag),
+        ("provenance", "|u1", (header.provenance,)),
+    ]
+    sections, end = [], _HEADER.size
+    for name, dtype, shape in parts:
+        sections.append(_Section(name, -(-end // ALIGNMENT) * ALIGNMENT, dtype, shape))
+        end = sections[-1].end
+    return sections
+
+
+def _impossible(header: _Header, sections: list[_Section]) -> str | None:
+    if header.flags >= 1 << len(_FLAGS) or header.reserved:
+        return "its header holds flags that version 1 does not know"
+    if not 1 <= header.top_k <= header.experts <= MOST_EXPERTS or header.layers < 1:
+        return f"its header says {header.layers} layers with {header.top_k} of {header.experts} experts a token"
+    if sections[-1].end != header.size:
+        return f"the shapes in its header come to {sections[-1].end:,} bytes, not the {header.size:,} it says"
+    return None
+
+
+def _unfit(trace: RoutingTrace) -> str | None:
+    """Why a file does not hold such a trace."""
+    if not trace.n_requests:
+        return "the trace holds no request"
+    lengths = np.diff(trace.borders)
+    if not lengths.all():
+        return f"request {int(np.flatnonzero(lengths == 0)[0])} is empty"
+    for name in FLOATS:
+        array = getattr(trace, name)
+        for block in () if array is None else _blocks(array):
+            # exponent bits all set: infinite or not a number; far quicker than isfinite for float16
+            if ((block.view(np.uint16) & 0x7C00) == 0x7C00).any():
+                return f"{name} holds values that are not finite"
+    return None
+
+
+def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:
+    return (array[start : start + _BLOCK] for start in range(0, len(array), _BLOCK))
