@@ -41,7 +41,7 @@ def slow_steps(steps: list[list[int]], capacity: int, policy: str, admission: st
         loads.append(misses)
         before = list(resident)
         resident = before + misses
-        if len(touched) > capacity:
+        if len(touched) > capacity and admission == "forced":
             resident = touched[len(touched) - capacity :]
         while len(resident) > capacity:
             may_leave = [e for e in resident if admission == "bypass" or e not in touched]

@@ -11,19 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_reference import slow_replay, slow_steps
 
-from remoe_cli.cache import ExpertCache, make_policy, POLICIES, replay, Step
-from remoe_cli.cache.policies import needs_future
+from remoe_cli.cache import choose, ExpertCache, replay, Step
 from remoe_cli.errors import CacheError
-from remoe_cli.report import metrics
+from remoe_cli.report import locality, metrics
 from remoe_cli.routing import RoutingTrace
 
 ADMISSIONS = ("forced", "bypass")
+CAUSAL = ["lru", "lfu", "fifo"]  # every other one is in test_policies.py
+POLICIES = [*CAUSAL, "belady"]
 CELLS = [(policy, admission) for policy in POLICIES for admission in ADMISSIONS]
-CAUSAL = [policy for policy in POLICIES if not needs_future(policy)]
+
+
+def cache_of(steps, capacity, policy, admission="forced") -> ExpertCache:
+    future = [expert for touched in steps for expert in touched]
+    return ExpertCache(capacity, policy, n_experts=1 + max(future, default=0), admission=admission, future=future)
 
 
 def run(steps, capacity, policy, admission="forced") -> list[Step]:
-    cache = ExpertCache(capacity, make_policy(policy, steps), admission)
+    cache = cache_of(steps, capacity, policy, admission)
     return [cache.step(touched) for touched in steps]
 
 
@@ -60,8 +65,12 @@ A, B, C, D = range(4)
         # Three experts, two slots: the last two touched stay. B, resident, is a hit all the same.
         ("lru", "forced", 2, [[A, B], [B, C, D]], Step((B,), (C, D), (C, D), (A, B))),
         ("lfu", "forced", 2, [[A, B], [A], [A, C, D]], Step((A,), (C, D), (C, D), (A, B))),
-        ("fifo", "bypass", 2, [[A, B], [C, D, B]], Step((B,), (C, D), (D,), (A,))),
+        # With bypass the policy chooses all the same: C and D were loaded last.
+        ("fifo", "bypass", 2, [[A, B], [C, D, B]], Step((B,), (C, D), (C, D), (A, B))),
         ("lru", "bypass", 1, [[A, B]], Step((), (A, B), (B,), ())),
+        # With bypass a small cache keeps what the policy thinks best: A and B are used again, C and D are not.
+        ("belady", "bypass", 2, [[A, B, C], [A, B, D], [A, B]], Step((A, B), (), (), ())),
+        ("lfu", "bypass", 1, [[A], [A, B, C]], Step((A,), (B, C), (), ())),
     ],
 )
 def test_by_hand(policy, admission, capacity, steps, last):
@@ -105,7 +114,7 @@ def test_replay_counts_decode_tokens_from_a_cold_start():
 def test_reset_forgets_contents_counts_and_policy():
     steps = [[A], [B], [A], [C], [B]]
     for policy, admission in CELLS:
-        cache = ExpertCache(2, make_policy(policy, steps), admission)
+        cache = cache_of(steps, 2, policy, admission)
         first = [cache.step(touched) for touched in steps]
         counters = cache.hits, cache.misses, cache.evictions
         assert counters == tuple(sum(len(step[field]) for step in first) for field in (0, 1, 3))
@@ -117,14 +126,30 @@ def test_reset_forgets_contents_counts_and_policy():
 # ---- what is refused
 
 
+def scored() -> RoutingTrace:
+    return RoutingTrace(
+        np.zeros((1, 1, 1), int), np.array([0, 1]), np.zeros(1, bool), 1, probabilities=np.ones((1, 1, 1))
+    )
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ExpertCache(0, make_policy("lru")), "at least 1 slot"),
-        (lambda: ExpertCache(1, make_policy("lru"), "free"), "forced or bypass"),
-        (lambda: make_policy("lruu"), r"did you mean lru\?.*there are lru, lfu, fifo, belady"),
-        (lambda: make_policy("belady"), "only replay knows; a decoder can use lru, lfu, fifo"),
+        (lambda: ExpertCache(0, n_experts=2), "at least 1 slot"),
+        (lambda: ExpertCache(1, n_experts=2, admission="free"), "forced or bypass"),
+        (lambda: ExpertCache(1, "lruu", n_experts=2), r"did you mean lru\?.*there are lru, lfu, fifo"),
+        (lambda: ExpertCache(1, "belady", n_experts=2), "only replay knows; a decoder can use lru, lfu, fifo"),
+        (lambda: choose("lru:2"), "takes no parameter"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, sessions=2), "2 sessions"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", [1, 1]), "2 budgets for 1 layers"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, pool="bytes"), "expert_bytes"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, engine="c"), "compiled or python"),
         (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, step="both"), "atomic or sequential"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, step="sequential", warm="batch"), "--step atomic"),
+        (lambda: replay(scored(), "decayed", 1, step="sequential"), "neither --step sequential"),
+        (lambda: replay(scored(), "retention", 1, warm="batch"), "nor --warm batch"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "decayed", 1), "remoe trace --probabilities"),
+        (lambda: replay(as_trace([[[A]]], [0, 1], 1), "static", 1), "--fit OTHER.trace"),
         (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, reset="layer"), "request or never"),
         (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 1, touch_order="id"), "weight or listed"),
         (lambda: replay(as_trace([[[A]]], [0, 1], 1), "lru", 0), "at least 1 slot"),
@@ -142,11 +167,11 @@ def test_refuses(call, message):
 
 def test_a_step_names_each_expert_once():
     with pytest.raises(ValueError, match="twice"):
-        ExpertCache(2, make_policy("lru")).step([A, B, A])
+        ExpertCache(2, n_experts=2).step([A, B, A])
 
 
 def test_belady_refuses_another_future():
-    cache = ExpertCache(2, make_policy("belady", [[A, B], [C]]))
+    cache = ExpertCache(2, "belady", n_experts=4, future=[A, B, C])
     cache.step([A, B])
     with pytest.raises(ValueError, match="not the future"):
         cache.step([D])
@@ -207,6 +232,8 @@ def equals_the_slow_twin(trace, policy, capacity, **options):
     assert (fast.misses, fast.evictions) == (slow.misses, slow.evictions)
     assert fast.request_hits.tolist() == slow.request_hits
     assert fast.request_misses.tolist() == slow.request_misses
+    assert fast.request_loads.sum(axis=1).tolist() == slow.request_misses
+    assert fast.token_misses.sum() == slow.misses and len(fast.token_misses) == slow.tokens
 
 
 @pytest.mark.parametrize(("policy", "admission"), CELLS)
@@ -231,7 +258,7 @@ def most_hits(steps: list[list[int]], capacity: int, admission: str) -> int:
         for resident, hits in reached.items():
             hits += len(resident & set(touched))
             held = resident | set(touched)
-            if len(touched) > capacity:
+            if len(touched) > capacity and admission == "forced":
                 choices = [frozenset(touched[-capacity:])]
             elif admission == "bypass":
                 choices = [frozenset(kept) for kept in combinations(held, min(capacity, len(held)))]
@@ -269,7 +296,7 @@ def fetches_at_most_what_changed(trace):
 
 def lru_at_top_k_is_eor(trace):
     """At C = K, LRU uHR = sum_i (T_i - 1) EOR_i / sum_i T_i; here each request's hits, as integers."""
-    got, overlap = replay(trace, "lru", trace.top_k), metrics.overlap(trace)
+    got, overlap = replay(trace, "lru", trace.top_k), locality.overlap(trace)
     assert got.request_hits.tolist() == overlap.shared.tolist()
 
 

@@ -10,14 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remoe_cli.report import metrics
-from remoe_cli.routing import RoutingTrace
-
-
-def trace(rows, borders, n_experts) -> RoutingTrace:
-    """rows: [T, L, K]."""
-    experts = np.array(rows)
-    return RoutingTrace(experts, np.array(borders), np.zeros(len(experts), dtype=bool), n_experts)
-
 
 # ---- published arithmetic
 
@@ -51,45 +43,6 @@ def test_expert_sizes():
     assert metrics.load_mb(DEEPSEEK_ACCESSES * 10, 0, DEEPSEEK_EXPERT, 10) == pytest.approx(156 * 17.301504)
 
 
-# ---- overlap
-
-
-def test_overlap_by_hand():
-    got = metrics.overlap(trace([[[0, 1]], [[1, 0]], [[2, 1]], [[2, 1]], [[3, 2]]], [0, 3, 3, 5], 4))
-    assert (got.shared.tolist(), got.possible.tolist()) == ([3, 0, 1], [4, 0, 2])
-    assert got.eor == 4 / 6  # tokens 2 and 3 are alike, but a border lies between
-
-
-def test_overlap_means_over_layers():
-    assert metrics.eor(trace([[[0], [1]], [[0], [2]]], [0, 2], 3)) == 0.5
-
-
-@pytest.mark.parametrize("borders", [[0, 1, 2], [0, 0, 1, 2, 2]])
-def test_overlap_needs_a_pair(borders):
-    assert metrics.eor(trace([[[0, 1]], [[0, 1]]], borders, 4)) is None
-
-
-def test_overlap_of_an_empty_trace():
-    assert metrics.eor(trace(np.zeros((0, 2, 3), dtype=int), [0], 4)) is None
-
-
-@given(st.data())
-def test_overlap_equals_its_definition(data):
-    top_k, n_layers = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
-    lengths = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
-    one = st.lists(st.integers(0, 4), min_size=top_k, max_size=top_k, unique=True)
-    rows = data.draw(st.lists(one, min_size=sum(lengths) * n_layers, max_size=sum(lengths) * n_layers))
-    routing = trace(np.array(rows, dtype=int).reshape(-1, n_layers, top_k), np.cumsum([0, *lengths]), 5)
-    ratios = []
-    for start, stop in zip(routing.borders, routing.borders[1:]):
-        for token in range(start + 1, stop):
-            for layer in range(n_layers):
-                now, before = ({*routing.experts[at, layer].tolist()} for at in (token, token - 1))
-                ratios.append(len(now & before) / top_k)
-    got = metrics.eor(routing)
-    assert got == (pytest.approx(sum(ratios) / len(ratios)) if ratios else None)
-
-
 # ---- hits and loads
 
 
@@ -106,72 +59,6 @@ def test_ratios_by_hand():
     assert metrics.adjusted_hit_ratio(accesses=8, demand=2, proactive=4) == 0.5
     assert metrics.load_mb(demand=2, proactive=4, expert_bytes=500_000, tokens=3) == 1.0
     assert metrics.hit_ratio(0, 0) is metrics.adjusted_hit_ratio(0, 0, 0) is metrics.load_mb(0, 0, 1, 0) is None
-
-
-# ---- usage
-
-
-def test_usage_by_hand():
-    # layer 0: experts 0 and 1 twice each; layer 1: expert 2 four times
-    routing = trace([[[0], [2]], [[1], [2]], [[0], [2]], [[1], [2]]], [0, 4], 4)
-    assert metrics.usage_counts(routing).tolist() == [[2, 2, 0, 0], [0, 0, 4, 0]]
-    got = metrics.usage(routing)
-    assert got.entropy_pooled == pytest.approx(1.5 * math.log(2) / math.log(4))  # shares 1/4, 1/4, 1/2, 0
-    assert got.entropy_layers == pytest.approx((0.5 + 0) / 2)
-    assert got.cv_pooled == pytest.approx(math.sqrt(2) / 2)  # 2, 2, 4, 0: mean 2, std sqrt 2
-    assert got.cv_layers == pytest.approx((1 + math.sqrt(3)) / 2)  # 2, 2, 0, 0: std 1 of mean 1; 0, 0, 4, 0: sqrt 3
-    assert got.effective_experts == pytest.approx((2 + 1) / 2)
-
-
-def test_even_usage():
-    got = metrics.usage(trace([[[0, 1]], [[2, 3]]], [0, 2], 4))
-    assert got == pytest.approx((1, 1, 0, 0, 4))
-
-
-def test_usage_where_undefined():
-    assert metrics.usage(trace(np.zeros((0, 1, 1), dtype=int), [0], 4)) == (None,) * 5
-    single = metrics.usage(trace([[[0]]], [0, 1], 1))
-    assert (single.entropy_pooled, single.entropy_layers, single.cv_pooled) == (None, None, 0)
-
-
-def test_published_entropy_and_cv_fit_each_other():
-    """ReMoE's .9998 and .0409 are one distribution: entropy is about 1 - CV^2 / (2 ln E)."""
-    q = np.ones(64) + 0.0409 * np.resize([1.0, -1.0], 64)
-    got = metrics.usage(
-        trace(np.repeat(np.arange(64), np.round(q * 10_000).astype(int))[:, None, None], [0, 640_000], 64)
-    )
-    assert (round(got.entropy_pooled, 4), round(got.cv_pooled, 4)) == (0.9998, 0.0409)
-
-
-def test_distinct_experts_by_hand():
-    routing = trace([[[0, 1]], [[1, 2]], [[2, 3]], [[0, 1]], [[0, 1]]], [0, 3, 3, 5], 4)
-    assert metrics.distinct_experts(routing) == (4 + 2) / 2
-    assert (
-        metrics.distinct_experts(routing, window=2) == (3 + 2) / 2
-    )  # the third token of the first request is left over
-    assert metrics.distinct_experts(routing, window=3) == 4
-    assert metrics.distinct_experts(routing, window=4) is None
-    assert metrics.distinct_experts(trace(np.zeros((0, 1, 1), dtype=int), [0, 0], 4)) is None
-    with pytest.raises(ValueError, match="at least 1"):
-        metrics.distinct_experts(routing, window=0)
-
-
-def test_distinct_experts_means_over_layers():
-    assert metrics.distinct_experts(trace([[[0], [0]], [[1], [0]]], [0, 2], 2)) == 1.5
-
-
-def test_parallel_load_by_hand():
-    routing = trace([[[0, 1]], [[0, 1]], [[0, 2]], [[0, 3]]], [0, 4], 4)  # loads 4, 2, 1, 1
-    assert metrics.parallel_load(routing, 1) == 1
-    assert metrics.parallel_load(routing, 2) == 6 / 4
-    assert metrics.parallel_load(routing, 4) == 4 / 2
-    assert metrics.parallel_load(routing, 8) is None
-    with pytest.raises(ValueError, match="at least 1"):
-        metrics.parallel_load(routing, 0)
-
-
-def test_parallel_load_does_not_let_layers_cancel():
-    assert metrics.parallel_load(trace([[[0], [1]]], [0, 1], 2), 2) == 2
 
 
 # ---- repetition

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
+import numpy as np
 import pytest
 from foreign_traces import cacheable_by_design, canonical, esft
 
-from remoe_cli.cache import replay
-from remoe_cli.report import metrics
+from remoe_cli.cache import ExpertCache, replay
+from remoe_cli.report import locality
+from remoe_cli.routing.imports import read_foreign
 
 CAPACITIES = (6, 8, 12, 16, 24)
 ESFT_HITS = {
@@ -47,7 +50,7 @@ def test_esft_hits(shared, name, policy, admission, capacity, hits, ratio):
 
 @pytest.mark.parametrize("name", ESFT_EOR)
 def test_esft_eor(shared, name):
-    assert round(metrics.eor(esft(shared(f"data/traces/esft/{name}.npz"))), 4) == ESFT_EOR[name]
+    assert round(locality.eor(esft(shared(f"data/traces/esft/{name}.npz"))), 4) == ESFT_EOR[name]
 
 
 def test_esft_touch_order_by_weight_moves_hits(shared):
@@ -81,4 +84,66 @@ def test_cacheable_by_design_belady(shared, admission, ratio):
 def test_cacheable_by_design_reuse_is_eor(shared, run):
     folder = shared(f"data/traces/cacheable-by-design/{run}")
     published = json.loads((folder / "metrics.json").read_text())["domains"]["code"]["reuse_lag1"]
-    assert round(metrics.eor(cacheable_by_design(folder / "trace_code.npz")), 4) == published
+    assert round(locality.eor(cacheable_by_design(folder / "trace_code.npz")), 4) == published
+
+
+# ---- bigmoe-on-edge: a budget in bytes over all layers; a prompt is one batch, decode tokens are in the curve apart
+
+
+def published_curve(shared, model, policy) -> list[dict[str, str]]:
+    with open(shared(f"data/traces/bigmoe-on-edge/{model}-curve.csv")) as lines:
+        return [row for row in csv.DictReader(lines) if row["policy"] == policy]
+
+
+def equals_the_curve(row, accesses, misses, decode_accesses, decode_misses):
+    assert f"{100 * (1 - misses / accesses):.3f}" == row["hit_pct_cum"]
+    assert f"{100 * (1 - decode_misses / decode_accesses):.3f}" == row["hit_pct_decode"]
+
+
+@pytest.mark.parametrize("model", ["qwen", "gemma"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "belady"])
+def test_bigmoe(shared, model, policy):
+    """All 11 points of a column; their Belady is the forced one."""
+    trace = read_foreign(shared(f"data/traces/bigmoe-on-edge/{model}.route.csv.gz"))
+    rows = published_curve(shared, model, policy)
+    assert len(rows) == 11
+    for row in rows:
+        budget = int(row["budget_mib"]) * 2**20
+        got = replay(trace, policy, budget, **trace.provenance["accounting"])
+        whole = got.accesses + got.prefill_accesses, got.misses + got.prefill_misses
+        equals_the_curve(row, *whole, got.accesses, got.misses)
+
+
+@pytest.mark.parametrize("model", ["qwen", "gemma"])
+@pytest.mark.parametrize(("policy", "column"), [("lru", "layer"), ("lfu", "layerlfu")])
+def test_bigmoe_layer_columns(shared, model, policy, column):
+    """Theirs: each layer has an equal share of the bytes, at least K experts, and a batch may exceed its share until the
+    next step. replay's layers never exceed their slots, so this runs the cache itself."""
+    trace = read_foreign(shared(f"data/traces/bigmoe-on-edge/{model}.route.csv.gz"))
+    n_prompt = int(trace.prefill.sum())
+    for row in published_curve(shared, model, column):
+        share = int(row["budget_mib"]) * 2**20 // trace.n_layers
+        totals = np.zeros(4, int)
+        for layer, expert_bytes in enumerate(trace.provenance["expert_bytes"]):
+            slots = max(trace.top_k, share // expert_bytes)
+            cache = ExpertCache(slots, policy, n_experts=trace.n_experts, sizes=[1] * trace.n_experts)
+            prompt = trace.experts[:n_prompt, layer].ravel().tolist()
+            cache.step(list(dict.fromkeys(prompt[::-1]))[::-1])
+            before = cache.hits + cache.misses, cache.misses
+            for touched in trace.experts[n_prompt:, layer].tolist():
+                cache.step(touched)
+            whole = cache.hits + cache.misses, cache.misses
+            totals += [*whole, whole[0] - before[0], whole[1] - before[1]]
+        equals_the_curve(row, *totals)
+
+
+@pytest.mark.parametrize("model", ["qwen", "gemma"])
+def test_bigmoe_random_is_near(shared, model):
+    """Theirs has another generator, and of two random choices only the mean is the same: within 4 points of each other."""
+    trace = read_foreign(shared(f"data/traces/bigmoe-on-edge/{model}.route.csv.gz"))
+    for row in published_curve(shared, model, "random")[::4]:
+        budget = int(row["budget_mib"]) * 2**20
+        hits = [
+            replay(trace, f"random:{seed}", budget, **trace.provenance["accounting"]).hit_ratio for seed in range(4)
+        ]
+        assert abs(100 * np.mean(hits) - float(row["hit_pct_decode"])) < 4

@@ -1,7 +1,9 @@
 """C expert slots a layer, who leaves them, and the counts. No torch here."""
 
+from remoe_cli.cache.counts import Replay
 from remoe_cli.cache.expert_cache import ExpertCache, Step
-from remoe_cli.cache.policies import CachePolicy, make_policy, POLICIES
-from remoe_cli.cache.replay import Replay, replay
+from remoe_cli.cache.policies import choose, live_policies, POLICIES
+from remoe_cli.cache.policy import Policy
+from remoe_cli.cache.replay import replay
 
-__all__ = ["POLICIES", "CachePolicy", "ExpertCache", "Replay", "Step", "make_policy", "replay"]
+__all__ = ["POLICIES", "ExpertCache", "Policy", "Replay", "Step", "choose", "live_policies", "replay"]

@@ -1,14 +1,17 @@
-"""ExpertCache: the C slots of one layer. The simulator and the offloaded decoder drive this same object."""
+"""ExpertCache: the slots of one layer, or of a pool. The offloaded decoder drives it; replay's plain engine does too."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from remoe_cli.cache.policies import CachePolicy
+from remoe_cli.cache.policies import choose, live_policies
+from remoe_cli.cache.policy import leave, memory
 from remoe_cli.errors import CacheError
 
 ADMISSIONS = ("forced", "bypass")
+HINT = "remoe eval --cache 6"
+NOTHING_PROTECTED = 1 << 62  # above every clock
 
 
 class Step(NamedTuple):
@@ -27,73 +30,178 @@ class Step(NamedTuple):
 
 
 class ExpertCache:
-    """At most `capacity` resident experts of one layer, and counts of what was asked of them.
+    """At most `capacity` resident experts, and counts of what was asked of them.
 
-    policy: who leaves; `make_policy(name)` builds one. It belongs to this cache alone.
-    admission: "forced": the experts of a step are protected until it is over and stay at least until the next one;
-    "bypass": after a step the cache keeps the best of residents and touched alike, so that an expert just used may
-    leave at once.
-    A step that touches more than `capacity` experts leaves the last `capacity` touched, whatever the policy.
+    policy: NAME or NAME:PARAMETER of POLICIES. n_experts: experts a layer; n_layers: above 1 for one pool of several layers,
+    whose ids are layer * n_experts + expert.
+    admission: "forced": the experts of a step are protected until it is over and stay at least until the next one; a step
+    that touches more than fit leaves the last touched, whatever the policy. "bypass": after a step the cache keeps the
+    best of residents and touched alike, so that an expert just used may leave at once.
+    future: for an oracle, the id of every access to come. fit: [n_layers * n_experts] uses in the fitted trace, if any.
+    sizes: by id; capacity is then in their unit, and forced admission may exceed it by the experts of one step.
 
-    Counters, in experts, since construction or reset: hits, misses, evictions.
-    Source: objectives-and-metrics.md, section 5. Raises CacheError for a capacity below 1 or an unknown admission.
+    Counters, in experts, since construction or reset: hits, misses, evictions, proactive.
+    Source: objectives-and-metrics.md, section 5. Raises CacheError for a capacity below 1, an unknown policy or admission,
+    or an oracle without a future.
     """
 
-    def __init__(self, capacity: int, policy: CachePolicy, admission: str = "forced") -> None:
+    def __init__(
+        self,
+        capacity: int,
+        policy: str = "lru",
+        *,
+        n_experts: int,
+        admission: str = "forced",
+        n_layers: int = 1,
+        future: Sequence[int] | None = None,
+        fit: Sequence[float] | None = None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         if capacity < 1:
-            raise CacheError(f"a cache needs at least 1 slot a layer, not {capacity}", "remoe eval --cache 6")
+            raise CacheError(f"a cache needs at least 1 slot a layer, not {capacity}", HINT)
         if admission not in ADMISSIONS:
-            raise CacheError(f"no admission {admission!r}: {' or '.join(ADMISSIONS)}", "remoe eval --cache 6")
-        self.capacity = capacity
-        self.policy = policy
-        self.admission = admission
-        self.resident: set[int] = set()
-        self.hits = self.misses = self.evictions = 0
+            raise CacheError(f"no admission {admission!r}: {' or '.join(ADMISSIONS)}", HINT)
+        chosen = choose(policy)
+        self.policy = chosen.policy
+        if ("future" in self.policy.needs and future is None) or ("fit" in self.policy.needs and fit is None):
+            raise CacheError(
+                f"policy {chosen.name!r} needs {'the future' if 'future' in self.policy.needs else 'a fitted trace'}, which "
+                f"only replay knows; a decoder can use {', '.join(live_policies())}",
+                HINT,
+            )
+        self.capacity, self.admission = capacity, admission
+        self._n_experts, self._n_layers, self._sizes = n_experts, n_layers, sizes
+        self._constants = chosen.constants
+        n_ids = n_experts * n_layers
+        self._fit = [0.0] * n_ids if fit is None else fit
+        self._next_use = _next_use(future, n_ids) if future is not None and "future" in self.policy.needs else None
+        self.reset()
 
     def reset(self) -> None:
-        """Empties the cache and the policy's memory, and sets the counters to 0."""
-        self.policy.reset()
-        self.resident.clear()
-        self.hits = self.misses = self.evictions = 0
+        """As new: empty (or preloaded, where the policy is), nothing remembered, counters 0."""
+        n_ids = self._n_experts * self._n_layers
+        self._memory = memory(n_ids, self._n_layers, self._n_experts, self._constants, self._fit)
+        self._clock = self._steps = self._position = 0
+        self.hits = self.misses = self.evictions = self.proactive = 0
+        self.resident: set[int] = set()
+        if self.policy.preload:
+            room = self.capacity
+            for expert in sorted(range(n_ids), key=lambda expert: (-self._fit[expert], expert)):
+                room -= 1 if self._sizes is None else self._sizes[expert]
+                if room < 0:
+                    break
+                self.resident.add(expert)
+            self.proactive = len(self.resident)
+        largest = 1 if self._sizes is None else max(self._sizes)
+        self.policy.start(self._memory, max(1, self.capacity // largest))
 
-    def step(self, touched: Sequence[int]) -> Step:
+    def step(
+        self,
+        touched: Sequence[int],
+        weights: Sequence[float] | None = None,
+        probabilities: Sequence[float] | None = None,
+        *,
+        layer: int = 0,
+    ) -> Step:
         """Serves one step that asks for the distinct experts `touched`, in touch order (the last is the most recent).
 
-        Hits count against the contents before the step. Raises ValueError where an expert is named twice.
+        weights: routing weights of `touched`; probabilities: [n_experts] of this step's layer; each for policies that need
+        it. Hits count against the contents before the step. Raises ValueError where an expert is named twice, or where
+        the policy needs what was not given.
         """
-        resident, capacity, policy = self.resident, self.capacity, self.policy
-        asked = {*touched}
-        if len(asked) != len(touched):
-            raise ValueError(f"a step names an expert twice: {list(touched)}")
-        if asked <= resident:
-            policy.touch(touched, ())
-            self.hits += len(touched)
-            return Step(tuple(touched), (), (), ())
-        hits: tuple[int, ...] = ()
-        misses = tuple(touched)
-        if not resident.isdisjoint(asked):
-            hits = tuple([expert for expert in touched if expert in resident])
-            misses = tuple([expert for expert in touched if expert not in resident])
-        policy.touch(touched, misses)
+        m, policy, resident = self._memory, self.policy, self.resident
+        values = self._values(touched, weights)
+        m.now[0], m.now[1] = self._steps // self._n_layers, layer
+        self._steps += 1
+        if "probabilities" in policy.needs:
+            if probabilities is None:
+                raise ValueError("the policy needs router probabilities, and the step has none")
+            policy.observe(m, probabilities, layer * self._n_experts)
+        first = self._clock
+        hits: list[int] = []
+        misses: list[int] = []
+        for expert, value in zip(touched, values):
+            hit = expert in resident
+            (hits if hit else misses).append(expert)
+            policy.touch(m, expert, hit, value)
+            self._clock += 1
+            m.last[expert] = self._clock
         self.hits += len(hits)
         self.misses += len(misses)
-        leaving = len(resident) + len(misses) - capacity
-        if leaving <= 0:
-            resident.update(misses)
-            return Step(hits, misses, misses, ())
-        if len(asked) > capacity:
-            victims = (resident | asked).difference(touched[-capacity:])
-        else:
-            victims = resident - asked if self.admission == "forced" else resident | asked
-            if leaving < len(victims):
-                if leaving == 1:
-                    victims = {min(victims, key=policy.key)}
-                else:
-                    victims = set(sorted(victims, key=policy.key)[:leaving])
-        evicted = tuple(resident & victims)
-        resident |= asked
-        resident -= victims
+        if not misses and self._sizes is None:  # the contents fit as before
+            return Step(tuple(hits), (), (), ())
+        resident.update(misses)
+        gone = self._make_room(first if self.admission == "forced" else NOTHING_PROTECTED)
+        evicted = tuple(gone.difference(misses))
         self.evictions += len(evicted)
-        if len(evicted) < len(victims):
-            return Step(hits, misses, tuple([expert for expert in misses if expert in resident]), evicted)
-        return Step(hits, misses, misses, evicted)
+        return Step(tuple(hits), tuple(misses), tuple([one for one in misses if one not in gone]), evicted)
+
+    def fill(self, scores: Sequence[float], layer: int = 0) -> None:
+        """Fills this layer's share of the free slots with the top of `scores` [n_experts], free of charge."""
+        own = range(layer * self._n_experts, (layer + 1) * self._n_experts)
+        free = self.capacity // self._n_layers - sum(expert in self.resident for expert in own)
+        best = sorted(own, key=lambda expert: (-scores[expert - own.start], expert))
+        self.resident.update([expert for expert in best if expert not in self.resident][: max(0, free)])
+
+    def _values(self, touched: Sequence[int], weights: Sequence[float] | None) -> Sequence[float]:
+        if len({*touched}) != len(touched):
+            raise ValueError(f"a step names an expert twice: {list(touched)}")
+        if self._next_use is not None:
+            values = self._next_use[1][self._position : self._position + len(touched)]
+            if self._next_use[0][self._position : self._position + len(touched)] != list(touched):
+                raise ValueError(f"touched {list(touched)} is not the future that the policy was built from")
+            self._position += len(touched)
+            return values
+        if "weights" not in self.policy.needs:
+            return [0.0] * len(touched)
+        if weights is None:
+            raise ValueError("the policy needs routing weights, and the step has none")
+        return weights
+
+    def _make_room(self, first: int) -> set[int]:
+        """Sends experts away until the contents fit; touched after `first` are protected while there are others."""
+        resident, sizes = self.resident, self._sizes
+        excess = (len(resident) if sizes is None else sum(sizes[expert] for expert in resident)) - self.capacity
+        gone: set[int] = set()
+        if excess > 0 and sizes is None and self.policy.key is not None and self.policy.leave is leave:
+            for expert in self._lowest(first, excess):  # nothing changes their order while they leave
+                self._dismiss(expert, gone)
+            excess -= len(gone)
+        while excess > 0:
+            leaving = self._next(first)
+            if leaving < 0:
+                if sizes is not None:
+                    break
+                leaving = min(resident, key=lambda expert: self._memory.last[expert])
+            self._dismiss(leaving, gone)
+            excess -= 1 if sizes is None else sizes[leaving]
+        return gone
+
+    def _next(self, first: int) -> int:
+        if self.policy.victim is not None:
+            return self.policy.victim(self._memory, [*self.resident], len(self.resident), first)
+        lowest = self._lowest(first, 1)
+        return lowest[0] if lowest else -1
+
+    def _lowest(self, first: int, n: int) -> list[int]:
+        m, last, key = self._memory, self._memory.last, self.policy.key
+        assert key is not None
+        ranked = [(key(m, expert), last[expert], expert) for expert in self.resident if last[expert] <= first]
+        ranked.sort()
+        return [expert for _, _, expert in ranked[:n]]
+
+    def _dismiss(self, expert: int, gone: set[int]) -> None:
+        self.resident.remove(expert)
+        gone.add(expert)
+        self.policy.leave(self._memory, expert)
+
+
+def _next_use(future: Sequence[int], n_ids: int) -> tuple[list[int], list[int]]:
+    """The accesses to come, and for each the place of the next one of the same id; without one, after all places."""
+    accesses = [*future]
+    upcoming: dict[int, int] = {}
+    next_use = [0] * len(accesses)
+    for place in range(len(accesses) - 1, -1, -1):
+        next_use[place] = upcoming.get(accesses[place], len(accesses) + accesses[place])
+        upcoming[accesses[place]] = place
+    return accesses, next_use

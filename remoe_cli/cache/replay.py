@@ -1,109 +1,298 @@
-"""Replay of a RoutingTrace through one ExpertCache a layer: hits and loads without a model."""
+"""Replay of a RoutingTrace through caches: hits and loads without a model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 
-from remoe_cli.cache.expert_cache import ExpertCache
-from remoe_cli.cache.policies import make_policy, needs_future
+from remoe_cli.cache.counts import Counts, Replay
+from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache
+from remoe_cli.cache.policies import choose, Chosen, lacks
+from remoe_cli.cache.schedule import batches, HINT, Schedule, schedule, Steps, WARMS
 from remoe_cli.errors import CacheError
 from remoe_cli.routing import RoutingTrace
 
-HINT = "remoe eval --cache 6"
+ENGINES = ("compiled", "python")
 
 
-@dataclass(frozen=True, eq=False)
-class Replay:
-    """Counts of one replay, in experts, summed over layers; unique accounting (one request a step and expert).
+class _Job(NamedTuple):
+    """What all units share. experts: the trace's, contiguous. scratch: a worker's room for what an oracle foresees."""
 
-    tokens: decode tokens served. accesses = hits + misses. misses are demand loads, proactive are loads ahead of need.
-    evictions: experts that left the cache. request_*: [R] int64, the same counts of each request.
-    Source: objectives-and-metrics.md, section 4.
-    """
+    chosen: Chosen
+    experts: np.ndarray
+    trace: RoutingTrace
+    plan: Schedule
+    forced: bool
+    sequential: bool
+    backwards: bool
+    batched: bool
+    fill: bool
+    scratch: SimpleQueue[np.ndarray]
 
-    tokens: int
-    accesses: int
-    hits: int
-    misses: int
-    evictions: int
-    proactive: int
-    request_tokens: np.ndarray
-    request_accesses: np.ndarray
-    request_hits: np.ndarray
-    request_misses: np.ndarray
+
+class _Unit(NamedTuple):
+    """One cache's work: some of a schedule's runs over one layer, or over all layers of a pool."""
+
+    layers: slice
+    runs: np.ndarray
+    capacity: int
+    sizes: np.ndarray
+    fit: np.ndarray
 
     @property
-    def hit_ratio(self) -> float:
-        """uHR, the ratio of sums over all requests and layers."""
-        return self.hits / self.accesses
+    def n_layers(self) -> int:
+        return self.layers.stop - self.layers.start
+
+    @property
+    def slots_at_least(self) -> int:
+        return max(1, self.capacity // int(self.sizes.max())) if len(self.sizes) else self.capacity
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self.runs[-1] - self.runs[0])
 
 
 def replay(
     trace: RoutingTrace,
     policy: str,
-    capacity: int,
+    capacity: int | Sequence[int],
     *,
     admission: str = "forced",
     step: str = "atomic",
     reset: str = "request",
     touch_order: str = "weight",
+    warm: str = "cold",
+    pool: bool | str = False,
+    sessions: int = 1,
+    fit: RoutingTrace | None = None,
+    engine: str = "compiled",
+    threads: int | None = None,
 ) -> Replay:
-    """Replays the decode tokens of a trace, from a cold start.
+    """Replays the decode tokens of a trace.
 
-    capacity: slots a layer. admission: "forced" | "bypass", see ExpertCache.
+    policy: NAME or NAME:PARAMETER of POLICIES. capacity: slots a layer, or one number for each layer.
+    admission: "forced" | "bypass", see ExpertCache.
     step: "atomic": a token's experts are one step, protected until it is over; "sequential": each is a step of its
     own, without protection. reset: "request": a fresh cache each request; "never": one cache over the whole trace.
     touch_order: "weight": the reverse of the recorded order, so that the heaviest expert ends most recent; "listed":
     as recorded, for traces of others.
+    warm: "cold": prompts do not touch the cache; "prefill": they go through it first, token by token; "carry": the cache lives
+    on from request to request (as reset="never"); "batch": a prompt goes through it as one step a layer.
+    sessions: so many requests at a time take turns, token by token; only where the cache lives on.
+    pool: one cache of capacity x layers slots for all layers; "bytes": capacity is its size in bytes, and
+    trace.provenance["expert_bytes"] says how large an expert of each layer is.
+    fit: the trace that a `static` cache is fitted on; an oracle of that kind takes this trace itself.
+    engine: "python" is the slow reference: the same counts. threads: at most so many; all cores by default.
 
-    Raises CacheError for an unknown option, a capacity below 1, or a trace without a decode token.
+    Raises CacheError for an unknown option, a capacity below 1, a trace without a decode token, or one that lacks what the
+    policy needs.
     """
     for given, allowed in (
+        (admission, ADMISSIONS),
         (step, ("atomic", "sequential")),
         (reset, ("request", "never")),
         (touch_order, ("weight", "listed")),
+        (warm, WARMS),
+        (pool, (False, True, "bytes")),
+        (engine, ENGINES),
     ):
         if given not in allowed:
-            raise CacheError(f"no replay option {given!r}: {' or '.join(allowed)}", HINT)
-    decoded = trace.decode()
-    if decoded.n_tokens == 0:
-        raise CacheError("the trace holds no decoded token, so there is nothing to count", HINT)
-    experts = decoded.experts if touch_order == "listed" else decoded.experts[..., ::-1]
-    width = 1 if step == "sequential" else decoded.top_k
-    starts = (decoded.borders * (decoded.top_k // width)).tolist()
-    counts = np.zeros((decoded.n_requests, 3), dtype=np.int64)
-    oracle = needs_future(policy)
-    for layer in range(decoded.n_layers):
-        rows = experts[:, layer].reshape(-1, width).tolist()
-        cache = None
-        for request, (start, stop) in enumerate(zip(starts, starts[1:])):
-            if cache is None or reset == "request":
-                future = (rows[start:stop] if reset == "request" else rows) if oracle else None
-                cache = ExpertCache(capacity, make_policy(policy, future), admission)
-            counts[request] += _serve(cache, rows[start:stop])
-    request_tokens = np.diff(decoded.borders)
-    hits, misses, evictions = (int(total) for total in counts.sum(axis=0))
-    return Replay(
-        tokens=decoded.n_tokens,
-        accesses=hits + misses,
-        hits=hits,
-        misses=misses,
-        evictions=evictions,
-        proactive=0,
-        request_tokens=request_tokens,
-        request_accesses=counts[:, 0] + counts[:, 1],
-        request_hits=counts[:, 0],
-        request_misses=counts[:, 1],
-    )
+            raise CacheError(f"no replay option {given!r}: {' or '.join(map(str, allowed))}", HINT)
+    chosen = choose(policy)
+    missing = lacks(policy, trace, fit)
+    if missing is not None:
+        raise CacheError(f"policy {chosen.name} can't replay this trace: {missing}", HINT)
+    if "probabilities" in chosen.policy.needs and (step == "sequential" or warm == "batch"):
+        raise CacheError(
+            f"policy {chosen.name} reads the routers' probabilities once a token: it takes neither --step sequential nor "
+            "--warm batch",
+            f"{HINT} --policy {chosen.name} --step atomic --warm cold",
+        )
+    if step == "sequential" and warm == "batch":
+        raise CacheError(
+            "--warm batch serves a prompt as one step, so it goes with --step atomic", f"{HINT} --warm batch"
+        )
+    plan = schedule(trace, warm, reset, sessions)
+    needs = chosen.policy.needs
+    if engine == "compiled":
+        prepare(policy)
+    fitted = trace if {"future", "fit"} <= {*needs} else fit
+    threads = threads or os.cpu_count() or 1
+    units = _units(trace, plan, capacity, pool, fitted, threads)
+    scratch = SimpleQueue[np.ndarray]()
+    workers = min(len(units), threads)
+    if "future" in needs:
+        workers = max(1, min(workers, len(units) // 4))  # each holds a number for every access of its unit
+        # a batch asks for at most what its prompt's tokens ask for
+        tokens = trace.n_tokens if warm == "batch" else max(unit.n_tokens for unit in units)
+        longest = tokens * units[0].n_layers * trace.top_k
+        for _ in range(workers):
+            scratch.put(np.empty(longest, np.int32))
+    experts = np.ascontiguousarray(trace.experts)
+    job = _Job(
+        chosen, experts, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
+        bool((plan.tokens_N < 0).any()), warm == "prefill" and chosen.policy.fill, scratch,
+    )  # fmt: skip
+    serve = _compiled if engine == "compiled" else _plain
+    counts = Counts(trace, plan)
+    executor = ThreadPoolExecutor(workers)
+    try:
+        list(executor.map(lambda unit: serve(job, unit, counts), units))
+    finally:
+        executor.shutdown(cancel_futures=True)
+    slots = sum({unit.layers.start: unit.capacity for unit in units}.values())
+    staging = trace.top_k if admission == "bypass" else max(0, trace.top_k - min(unit.capacity for unit in units))
+    return counts.replay(slots, staging)
 
 
-def _serve(cache: ExpertCache, steps: Sequence[Sequence[int]]) -> tuple[int, int, int]:
-    """The hits, misses and evictions that these steps add."""
-    hits, misses, evictions = cache.hits, cache.misses, cache.evictions
-    step = cache.step
-    for touched in steps:
-        step(touched)
-    return cache.hits - hits, cache.misses - misses, cache.evictions - evictions
+def prepare(policy: str) -> float | None:
+    """Compiles the kernel of a policy, or loads it from disk: the seconds of compiling, None where it was there already."""
+    from remoe_cli.cache.kernel import prepare
+
+    return prepare(choose(policy).policy)
+
+
+def _units(
+    trace: RoutingTrace,
+    plan: Schedule,
+    capacity: int | Sequence[int],
+    pool: bool | str,
+    fitted: RoutingTrace | None,
+    threads: int,
+) -> list[_Unit]:
+    """One a layer, or one for the pool; where these are few, runs are spread over several of them."""
+    each = [capacity] * trace.n_layers if isinstance(capacity, int | np.integer) else [*capacity]
+    if len(each) != trace.n_layers:
+        raise CacheError(f"{len(each)} budgets for {trace.n_layers} layers; one a layer is needed", HINT)
+    if min(each) < 1:
+        raise CacheError(f"a cache needs at least 1 slot a layer, not {min(each)}", HINT)
+    fit = np.zeros((trace.n_layers, trace.n_experts))
+    if fitted is not None:
+        if (fitted.n_layers, fitted.n_experts) != fit.shape:
+            raise CacheError(
+                f"the fitted trace has {fitted.n_layers} layers of {fitted.n_experts} experts, this one {trace.n_layers} of "
+                f"{trace.n_experts}",
+                HINT,
+            )
+        fit = fitted.decode().uses().astype(np.float64)
+    sizes, everything = np.empty(0, np.int64), slice(0, trace.n_layers)
+    if pool == "bytes":
+        by_layer = np.broadcast_to(np.asarray(trace.provenance.get("expert_bytes", 0), np.int64), trace.n_layers)
+        if by_layer.min() < 1:
+            raise CacheError("a pool in bytes needs the trace to say how large an expert is (expert_bytes)", HINT)
+        sizes = np.repeat(by_layer, trace.n_experts)
+    runs = plan.runs
+    whole = [_Unit(slice(layer, layer + 1), runs, int(slots), sizes, fit[layer]) for layer, slots in enumerate(each)]
+    if pool:
+        whole = [_Unit(everything, runs, int(min(each) if pool == "bytes" else sum(each)), sizes, fit.ravel())]
+    parts = min(len(runs) - 1, -(-2 * threads // len(whole)))
+    cuts = np.linspace(0, len(runs) - 1, parts + 1).astype(int)
+    return [unit._replace(runs=runs[low : high + 1]) for unit in whole for low, high in zip(cuts, cuts[1:])]
+
+
+def _preload(chosen: Chosen, unit: _Unit) -> np.ndarray:
+    if not chosen.policy.preload:
+        return np.empty(0, np.int64)
+    order = np.lexsort((np.arange(len(unit.fit)), -unit.fit))
+    if len(unit.sizes):
+        return order[np.cumsum(unit.sizes[order]) <= unit.capacity]
+    return order[: unit.capacity]
+
+
+def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
+    from remoe_cli.cache.kernel import arrays, halves_as_floats, kernel, next_use
+
+    trace, plan, needs, n_layers = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers
+    ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), trace.weights
+    if job.batched:
+        ids, batch_weights, offsets = batches(trace, plan, unit.layers, job.backwards)
+        weights = batch_weights[None, None]
+    missed = np.zeros((unit.n_tokens, n_layers), np.uint16)
+    request_misses, totals = np.zeros((trace.n_requests, n_layers), np.int64), np.zeros(2, np.int64)
+    scratch = job.scratch.get() if "future" in needs else np.empty(0, np.int32)
+    try:
+        ahead = scratch[: unit.n_tokens * n_layers * trace.top_k]
+        if job.batched:
+            ahead = scratch[: offsets[unit.runs[-1] * n_layers] - offsets[unit.runs[0] * n_layers]]
+        if "future" in needs:
+            where = job.experts, plan.tokens_N, job.backwards, ids, offsets, unit.runs, unit.layers.start, n_layers
+            next_use(*where, trace.n_experts, ahead)
+        kernel(job.chosen.policy)(
+            arrays(len(unit.fit), n_layers, trace.n_experts, job.chosen.constants, unit.fit),
+            job.experts, plan.tokens_N, job.backwards, job.sequential, ids, offsets,
+            _bits(weights if "weights" in needs else None), _bits(trace.probabilities if "probabilities" in needs else None),
+            halves_as_floats(), ahead, unit.runs, plan.owner_N, plan.uncounted_N, job.fill, unit.layers.start, unit.capacity,
+            unit.slots_at_least, unit.sizes, _preload(job.chosen, unit), job.forced, missed, request_misses, totals,
+        )  # fmt: skip
+    finally:
+        job.scratch.put(scratch)
+    lengths = None
+    if job.batched:
+        lengths = np.diff(offsets).reshape(-1, n_layers)[unit.runs[0] : unit.runs[-1]]
+    counts.add(unit.layers, unit.runs, missed, request_misses, totals, lengths)
+
+
+def _bits(halves: np.ndarray | None) -> np.ndarray:
+    return np.empty((0, 0, 0), np.uint16) if halves is None else np.ascontiguousarray(halves).view(np.uint16)
+
+
+def _plain(job: _Job, unit: _Unit, counts: Counts) -> None:
+    trace, plan, chosen = job.trace, job.plan, job.chosen
+    name = f"{chosen.name}:{chosen.parameter!r}" if chosen.policy.parameter is not None else chosen.name
+    found = batches(trace, plan, unit.layers, job.backwards) if job.batched else None
+    missed = np.zeros((unit.n_tokens, unit.n_layers), np.uint16)
+    lengths = np.zeros((unit.n_tokens, unit.n_layers), np.int64)
+    request_misses, totals = np.zeros((trace.n_requests, unit.n_layers), np.int64), np.zeros(2, np.int64)
+    for low, high in zip(unit.runs.tolist(), unit.runs[1:].tolist()):
+        steps = [step for token in range(low, high) for step in _steps(job, unit, token, found)]
+        cache = ExpertCache(
+            unit.capacity, name, n_experts=trace.n_experts, admission="forced" if job.forced else "bypass",
+            n_layers=unit.n_layers, future=[one for step in steps for one in step.ids], fit=unit.fit.tolist(),
+            sizes=unit.sizes.tolist() if len(unit.sizes) else None,
+        )  # fmt: skip
+        totals[1] += cache.proactive
+        for token, layer, ids, weights, scores in steps:
+            done = cache.step(ids, weights, scores, layer=layer)
+            missed[token - unit.runs[0], layer] += len(done.misses)
+            lengths[token - unit.runs[0], layer] += len(ids)
+            if not (len(plan.uncounted_N) and plan.uncounted_N[token]):
+                request_misses[plan.owner_N[token], layer] += len(done.misses)
+                totals[0] += len(done.evicted)
+            if job.fill and token == low and scores is not None:
+                cache.fill(scores, layer)
+    counts.add(unit.layers, unit.runs, missed, request_misses, totals, lengths)
+
+
+class _Step(NamedTuple):
+    token: int
+    layer: int
+    ids: list[int]
+    weights: list[float] | None
+    scores: list[float] | None
+
+
+def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[_Step]:
+    """The steps of one token, in service order."""
+    trace, n_experts = job.trace, job.trace.n_experts
+    row = int(job.plan.tokens_N[token]) if len(job.plan.tokens_N) else token
+    turn = slice(None, None, -1 if job.backwards else 1)
+    for layer in range(unit.n_layers):
+        where = row, unit.layers.start + layer
+        scores = None if trace.probabilities is None else trace.probabilities[where].tolist()
+        if found is None:
+            ids, weights = trace.experts[where][turn], None if trace.weights is None else trace.weights[where][turn]
+        else:
+            part = slice(*found.offsets[token * unit.n_layers + layer :][:2])
+            ids, weights = found.ids[part], found.weights[part]
+        listed = [layer * n_experts + expert for expert in ids.tolist()]
+        worth = None if weights is None else weights.tolist()
+        if not job.sequential:
+            yield _Step(token, layer, listed, worth, scores)
+            continue
+        for at, expert in enumerate(listed):
+            yield _Step(token, layer, [expert], None if worth is None else [worth[at]], scores)

@@ -9,7 +9,7 @@ from remoe_cli.errors import DataError
 from remoe_cli.families import Gate, RouterTap
 from remoe_cli.objectives.remoe import cross_entropy, overlap, Segments
 from remoe_cli.report.metrics import TextRows
-from remoe_cli.train.packing import batches, model_inputs, stretches
+from remoe_cli.train.packing import Batch, batches, model_inputs, stretches
 
 
 @torch.no_grad()
@@ -35,10 +35,7 @@ def measure_rows(
         with RouterTap(gates) as tap:
             logits_BTV = model(**model_inputs(model, packed, segments)).logits
             choice_LNK = torch.stack([routed.choice_NK for routed in tap.take()])
-        for b, choice_LTK in enumerate(choice_LNK.split(sequence, 1)):
-            row = Segments.of(packed.document_BT[b : b + 1]).to(device)
-            loss = cross_entropy(logits_BTV[b : b + 1], packed.ids_BT[b : b + 1].to(device), row)
-            sums.append((float(loss), float(overlap(choice_LTK, row)), int(row.pairs(1).sum())))
+        sums += row_sums(logits_BTV, choice_LNK, packed)
         on_batch(min(len(sums), rows))
         if len(sums) >= rows:
             break
@@ -48,3 +45,14 @@ def measure_rows(
             "the held-out texts hold no pair of tokens to measure.", "remoe finetune MODEL --data FILE.jsonl"
         )
     return found
+
+
+def row_sums(logits_BTV: torch.Tensor, choice_LNK: torch.Tensor, packed: Batch) -> list[tuple[float, float, int]]:
+    """Of each row: loss in nats, overlaps, and over how many pairs of neighbours both are."""
+    sums = []
+    device, sequence = logits_BTV.device, packed.ids_BT.shape[1]
+    for b, choice_LTK in enumerate(choice_LNK.split(sequence, 1)):
+        row = Segments.of(packed.document_BT[b : b + 1]).to(device)
+        loss = cross_entropy(logits_BTV[b : b + 1], packed.ids_BT[b : b + 1].to(device), row)
+        sums.append((float(loss), float(overlap(choice_LTK, row)), int(row.pairs(1).sum())))
+    return sums

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remoe_cli.cache import Replay
-from remoe_cli.report import metrics
+from remoe_cli.report import locality, metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED, cache_cells, REFERENCES, replays
 from remoe_cli.report.metrics import TextRows
 from remoe_cli.routing import RoutingTrace
@@ -85,15 +85,15 @@ def text_figures(text: TextRows, base: TextRows | None = None) -> dict[str, Any]
 
 def decode_figures(decoded: Decoded, base: Decoded | None = None) -> dict[str, Any]:
     """Overlap, usage and repetition of one decode trace; base: to pair with, None for the base itself."""
-    trace, usage = decoded.trace, metrics.usage(decoded.trace)
+    trace, usage = decoded.trace, locality.usage(decoded.trace)
     return {
         "requests": trace.n_requests,
         "steps": trace.n_tokens,
-        **_eor(metrics.overlap(trace), base and metrics.overlap(base.trace)),
+        **_eor(locality.overlap(trace), base and locality.overlap(base.trace)),
         "usage": usage._asdict(),
-        "distinct_experts_request": metrics.distinct_experts(trace),
-        "distinct_experts_64": metrics.distinct_experts(trace, 64),
-        "parallel_load": {str(ranks): metrics.parallel_load(trace, ranks) for ranks in RANKS},
+        "distinct_experts_request": locality.distinct_experts(trace),
+        "distinct_experts_64": locality.distinct_experts(trace, 64),
+        "parallel_load": {str(ranks): locality.parallel_load(trace, ranks) for ranks in RANKS},
         "distinct_4": _mean([metrics.distinct_n(row.tolist(), 4) for row in decoded.ids_RS]),
         "repetition": _mean([metrics.repetition_rate(row.tolist()) for row in decoded.ids_RS]),
     }
@@ -110,7 +110,7 @@ def _eor(shared: metrics.Sums, base: metrics.Sums | None) -> dict[str, Any]:
 
 def _draws(arm: Measured, lru: Sequence[Replay], expert_bytes: int, draws: int) -> list[dict[str, Any]]:
     """The headline figures of each draw; lru: of the forced trace, one a capacity."""
-    text, overlaps = arm.text, {kind: metrics.overlap(decoded.trace) for kind, decoded in arm.decoded.items()}
+    text, overlaps = arm.text, {kind: locality.overlap(decoded.trace) for kind, decoded in arm.decoded.items()}
     loss, eor = (_by_draw((sums, text.pairs_N), draws) for sums in (text.loss_N, text.shared_N))
     figures = {
         "perplexity": [None if one is None else metrics.perplexity(one) for one in loss],

@@ -1,4 +1,4 @@
-"""Every figure of a report that is computed from counts, routing, token ids or times. numpy only.
+"""Every figure of a report that is computed from counts, token ids or times (of routing: locality.py). numpy only.
 
 A figure that is undefined (a zero denominator, too short an input) is None, so that it becomes null in report.json.
 Source, where no other is named: objectives-and-metrics.md, section 4.
@@ -7,45 +7,12 @@ Source, where no other is named: objectives-and-metrics.md, section 4.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from remoe_cli.routing import RoutingTrace
-
-
-class Overlap(NamedTuple):
-    """Expert overlap of adjacent tokens. shared, possible: [R] int64, so that any set of requests has
-    EOR = shared.sum() / possible.sum(): experts shared with the token before, and K a (pair, layer)."""
-
-    shared: np.ndarray
-    possible: np.ndarray
-
-    @property
-    def eor(self) -> float | None:
-        return ratio(self.shared.sum(), self.possible.sum())
-
-
-def overlap(trace: RoutingTrace) -> Overlap:
-    """EOR of every request of a trace, over all its tokens: pass `trace.decode()` for the decode figure.
-
-    IR_t = |E_t & E_{t-1}| / K; EOR = sum of IR over all (pair, layer) / their number; no pair crosses a border.
-    """
-    later, earlier = trace.experts[1:], trace.experts[:-1]
-    shared = np.zeros(len(later), dtype=np.int64)
-    for slot in range(trace.top_k):
-        shared += (later == earlier[..., slot, None]).sum(axis=(1, 2))
-    shared = np.concatenate([[0], shared]) if trace.n_tokens else np.zeros(0, dtype=np.int64)
-    firsts = trace.borders[:-1][np.diff(trace.borders) > 0]
-    shared[firsts] = 0
-    before = np.concatenate([[0], np.cumsum(shared)])
-    pairs = np.maximum(np.diff(trace.borders) - 1, 0)
-    return Overlap(np.diff(before[trace.borders]), pairs * trace.n_layers * trace.top_k)
-
-
-def eor(trace: RoutingTrace) -> float | None:
-    """Expert overlap ratio over all requests; None where no request has two tokens. See `overlap`."""
-    return overlap(trace).eor
+_BLOCK = 1 << 20  # draws looked at together
 
 
 def hit_ratio(accesses: float, demand: float) -> float | None:
@@ -100,80 +67,6 @@ class TextRows(NamedTuple):
         return TextMeasures(perplexity(loss), loss, float(self.shared_N.sum()) / pairs, pairs)
 
 
-class Usage(NamedTuple):
-    """How evenly experts are used. Entropy is H(q) / ln E, CV is std(q) / mean(q) (population).
-
-    pooled: of the shares summed over layers by expert number (ReMoE's figures); layers: the mean over layers.
-    effective_experts: mean over layers of exp(H).
-    """
-
-    entropy_pooled: float | None
-    entropy_layers: float | None
-    cv_pooled: float | None
-    cv_layers: float | None
-    effective_experts: float | None
-
-
-def usage_counts(trace: RoutingTrace) -> np.ndarray:
-    """[L, E] int64, how many tokens used each expert."""
-    flat = trace.experts + np.arange(trace.n_layers)[:, None] * trace.n_experts
-    counts = np.bincount(flat.ravel(), minlength=trace.n_layers * trace.n_experts)
-    return counts.reshape(trace.n_layers, trace.n_experts)
-
-
-def usage(trace: RoutingTrace) -> Usage:
-    """Usage figures of all tokens of a trace; None throughout where it has none, entropies None for a single expert."""
-    counts = usage_counts(trace)
-    if not counts.sum():
-        return Usage(None, None, None, None, None)
-    pooled = counts.sum(axis=0)
-    nats = np.array([_entropy(layer) for layer in counts])
-    most = np.log(trace.n_experts)
-    return Usage(
-        entropy_pooled=ratio(_entropy(pooled), most),
-        entropy_layers=ratio(nats.mean(), most),
-        cv_pooled=float(pooled.std() / pooled.mean()),
-        cv_layers=float((counts.std(axis=1) / counts.mean(axis=1)).mean()),
-        effective_experts=float(np.exp(nats).mean()),
-    )
-
-
-def distinct_experts(trace: RoutingTrace, window: int | None = None) -> float | None:
-    """Mean number of distinct experts of a layer in a request, or in non-overlapping windows of `window` tokens.
-
-    Windows start at each request and a remainder is dropped; empty requests do not count. None where nothing is left.
-    """
-    if window is not None and window < 1:
-        raise ValueError(f"window: want at least 1 token, got {window}")
-    spans = []
-    for start, stop in zip(trace.borders[:-1], trace.borders[1:]):
-        size = window or stop - start
-        spans += [(first, first + size) for first in range(start, stop - size + 1, size)] if size else []
-    if not spans:
-        return None
-    layers = np.arange(trace.n_layers)[:, None]
-    total = 0
-    for start, stop in spans:
-        seen = np.zeros((trace.n_layers, trace.n_experts), dtype=bool)
-        seen[layers, trace.experts[start:stop]] = True
-        total += int(seen.sum())
-    return total / (len(spans) * trace.n_layers)
-
-
-def parallel_load(trace: RoutingTrace, ranks: int) -> float | None:
-    """Expert parallelism: load of the busiest rank over the mean rank, mean over layers; 1 is perfect balance.
-
-    Experts lie in equal contiguous blocks, one a rank. None where they can't (E not a multiple of `ranks`).
-    """
-    if ranks < 1:
-        raise ValueError(f"ranks: want at least 1, got {ranks}")
-    counts = usage_counts(trace)
-    if trace.n_experts % ranks or not counts.sum():
-        return None
-    loads = counts.reshape(trace.n_layers, ranks, -1).sum(axis=2)
-    return float((loads.max(axis=1) / loads.mean(axis=1)).mean())
-
-
 def distinct_n(ids: Sequence[int], n: int = 4) -> float | None:
     """Distinct n-grams / n-grams of one text of token ids; None where it is shorter than n."""
     grams = [tuple(ids[start : start + n]) for start in range(len(ids) - n + 1)]
@@ -191,7 +84,7 @@ def repetition_rate(ids: Sequence[int], window: int = 16) -> float | None:
 
 
 class Summary(NamedTuple):
-    """Of one latency, in ms; percentiles interpolate linearly."""
+    """Of latencies in ms, or of counts; percentiles interpolate linearly."""
 
     mean: float
     p50: float
@@ -199,11 +92,11 @@ class Summary(NamedTuple):
     p99: float
 
 
-def summary(values_ms: Sequence[float]) -> Summary | None:
+def summary(values: Sequence[float] | np.ndarray) -> Summary | None:
     """mean, p50, p95, p99; None where there is no value."""
-    if len(values_ms) == 0:
+    if len(values) == 0:
         return None
-    values = np.asarray(values_ms, dtype=np.float64)
+    values = np.asarray(values, dtype=np.float64)
     return Summary(float(values.mean()), *(float(at) for at in np.percentile(values, [50, 95, 99])))
 
 
@@ -297,9 +190,22 @@ def _resampled(numerators, denominators, seed: int, resamples: int) -> np.ndarra
     over, under = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if over.ndim != 1 or over.shape != under.shape:
         raise ValueError(f"bootstrap: want two lists of one length, got {over.shape} and {under.shape}")
-    picks = np.random.default_rng(seed).integers(0, max(1, len(over)), size=(resamples, len(over)))
-    tops, bottoms = over[picks].sum(axis=1), under[picks].sum(axis=1)
+    tops, bottoms = np.empty(resamples), np.empty(resamples)
+    times = _times(len(over), seed, resamples)
+    size = max(1, _BLOCK // max(1, len(over)))
+    for start in range(0, resamples, size):
+        some = times[start : start + size].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            tops[start : start + size], bottoms[start : start + size] = some @ over, some @ under
     return np.divide(tops, bottoms, out=np.full(resamples, np.nan), where=bottoms != 0)
+
+
+@lru_cache(maxsize=2)
+def _times(requests: int, seed: int, resamples: int) -> np.ndarray:
+    """[resamples, R], how often each resample draws each request. Shared by all figures of one set of requests."""
+    rng = np.random.default_rng(seed)
+    picks = (rng.integers(0, max(1, requests), size=requests) for _ in range(resamples))
+    return np.stack([np.bincount(pick, minlength=requests).astype(np.uint16) for pick in picks])
 
 
 def _interval(values: np.ndarray, level: float) -> Interval | None:
@@ -312,9 +218,3 @@ def _interval(values: np.ndarray, level: float) -> Interval | None:
 def ratio(numerator: float, denominator: float) -> float | None:
     """numerator / denominator, None where the denominator is 0."""
     return None if denominator == 0 else float(numerator / denominator)
-
-
-def _entropy(counts: np.ndarray) -> float:
-    """H(q) in nats of the shares q of `counts`."""
-    q = counts[counts > 0] / counts.sum()
-    return float(-(q * np.log(q)).sum())

@@ -1,71 +1,109 @@
-"""Cache policies: who leaves when a layer's slots are full.
-
-To add one: a file here with a class as in `CachePolicy` below (it need not inherit), a line in POLICIES, and a row in
-tests/test_cache.py. The file name is the name on the command line. A cache calls, once a step and in this order:
-
-1. `touch(touched, misses)`: the step's experts in touch order, and those of them that were not resident. Here the
-   policy updates what it remembers. It may remember experts that are not resident (LFU does).
-2. `key(expert)`, for each expert that may leave: the lowest keys leave. Keys are any values that order totally and
-   differ between experts, else who leaves is left to chance. Only experts that were touched before are asked about.
-
-Admission (who may leave) and the slots belong to ExpertCache, not to the policy. A policy whose class says
-`needs_future = True` is an oracle: it is built with the list of all later `touched`, and serves replay only.
-"""
+"""The registry of cache policies. To add one: a file here that ends in `POLICY = Policy(...)`, a line in POLICIES, and a
+row in tests/test_policies.py; docs/extending.md walks through one. File name = key = word on the command line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import NamedTuple, TYPE_CHECKING
 
-from remoe_cli.cache.policies.belady import Belady
-from remoe_cli.cache.policies.fifo import Fifo
-from remoe_cli.cache.policies.lfu import Lfu
-from remoe_cli.cache.policies.lru import Lru
+from remoe_cli.cache.policies import (
+    arc,
+    belady,
+    decayed,
+    decayed_weight,
+    fifo,
+    gate,
+    hindsight,
+    least_stale,
+    lfru,
+    lfu,
+    lrfu,
+    lru,
+    random,
+    retention,
+    s3fifo,
+    static,
+)
+from remoe_cli.cache.policy import Policy
 from remoe_cli.errors import CacheError
 
+if TYPE_CHECKING:
+    from remoe_cli.routing import RoutingTrace
 
-class CachePolicy(Protocol):
-    """Ranks the experts of one layer; see the head of this file."""
+TRY = "remoe replay TRACE --cache 8 --policy"
+HINT = f"{TRY} all"
 
-    def touch(self, touched: Sequence[int], misses: Sequence[int]) -> None:
-        """A step asked for `touched`; `misses` of them were not resident. Both in touch order."""
-
-    def key(self, expert: int) -> Any:
-        """The expert's rank among the residents: the lowest leaves."""
-
-    def reset(self) -> None:
-        """Forgets every touch."""
-
-
-POLICIES: dict[str, Callable[..., CachePolicy]] = {
-    "lru": Lru,
-    "lfu": Lfu,
-    "fifo": Fifo,
-    "belady": Belady,
+POLICIES: dict[str, Policy] = {
+    "lru": lru.POLICY,
+    "lfu": lfu.POLICY,
+    "fifo": fifo.POLICY,
+    "lrfu": lrfu.POLICY,
+    "lfru": lfru.POLICY,
+    "arc": arc.POLICY,
+    "s3fifo": s3fifo.POLICY,
+    "least_stale": least_stale.POLICY,
+    "random": random.POLICY,
+    "static": static.POLICY,
+    "gate": gate.POLICY,
+    "decayed_weight": decayed_weight.POLICY,
+    "decayed": decayed.POLICY,
+    "retention": retention.POLICY,
+    "hindsight": hindsight.POLICY,
+    "belady": belady.POLICY,
 }
 
 
-def needs_future(name: str) -> bool:
-    """True for a policy that must know the later steps, and so can't serve a decoder. Raises CacheError if unknown."""
+class Chosen(NamedTuple):
+    """A policy as it was asked for: NAME or NAME:PARAMETER. parameter: the given one, else the policy's default, else 0."""
+
+    name: str
+    policy: Policy
+    parameter: float
+
+    @property
+    def constants(self) -> list[float]:
+        return self.policy.table(self.parameter)
+
+
+def choose(asked: str) -> Chosen:
+    """Raises CacheError for an unknown name or a parameter that the policy does not take."""
+    name, colon, text = asked.partition(":")
     if name not in POLICIES:
         near = get_close_matches(name, POLICIES, 1)
         guess = f" (did you mean {near[0]}?)" if near else ""
-        raise CacheError(f"no cache policy {name!r}{guess}; there are {', '.join(POLICIES)}", "remoe eval --cache 6")
-    return bool(getattr(POLICIES[name], "needs_future", False))
+        raise CacheError(f"no cache policy {name!r}{guess}; there are {', '.join(POLICIES)}", HINT)
+    policy = POLICIES[name]
+    if not colon:
+        return Chosen(name, policy, policy.parameter or 0.0)
+    if policy.parameter is None:
+        raise CacheError(f"policy {name} takes no parameter, so {asked!r} means nothing", f"{TRY} {name}")
+    low, high = policy.allowed
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise CacheError(f"policy {name} takes a number from {low:g} to {high:g}, not {text!r}", f"{TRY} {name}")
+    return Chosen(name, policy, value)
 
 
-def make_policy(name: str, future: Sequence[Sequence[int]] | None = None) -> CachePolicy:
-    """A fresh policy for one layer. future: the `touched` of every step to come; only oracles read it.
+def needs_future(asked: str) -> bool:
+    """True for a policy that must know the later steps, and so can't serve a decoder. Raises CacheError if unknown."""
+    return "future" in choose(asked).policy.needs
 
-    Raises CacheError for an unknown name, or for an oracle without a future.
-    """
-    if not needs_future(name):
-        return POLICIES[name]()
-    if future is None:
-        causal = [other for other in POLICIES if not needs_future(other)]
-        raise CacheError(
-            f"policy {name!r} looks into the future, which only replay knows; a decoder can use {', '.join(causal)}",
-            "remoe eval --cache 6",
-        )
-    return POLICIES[name](future)
+
+def live_policies() -> list[str]:
+    """Those that a running decoder can use: without the future, and without a trace to fit on."""
+    return [name for name, policy in POLICIES.items() if not {"future", "fit"} & {*policy.needs}]
+
+
+def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> str | None:
+    """What a trace would need to be replayed with this policy and which option gives it; None where nothing is missing."""
+    needs = choose(asked).policy.needs
+    if "weights" in needs and trace.weights is None:
+        return "the trace has no routing weights: record it with remoe trace"
+    if "probabilities" in needs and trace.probabilities is None:
+        return "the trace has no router probabilities: record it with remoe trace --probabilities"
+    if "fit" in needs and "future" not in needs and fit is None:
+        return "it is fitted on another trace: remoe replay --fit OTHER.trace"
+    return None

@@ -1,24 +1,20 @@
 """First in, first out: the expert that was loaded longest ago leaves."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from remoe_cli.cache.policy import Memory, Policy
 
 
-class Fifo:
-    """A hit changes nothing; experts loaded in one step line up in touch order."""
+def touch(m: Memory, expert: int, hit: bool, value: float) -> None:
+    m.reg[0] += 1
+    m.stamp[expert] = m.stamp[expert] if hit else m.reg[0]
 
-    def __init__(self) -> None:
-        self.reset()
 
-    def reset(self) -> None:
-        self._clock = 0
-        self._loaded: dict[int, int] = {}
+def key(m: Memory, expert: int) -> float:
+    return float(m.stamp[expert])
 
-    def touch(self, touched: Sequence[int], misses: Sequence[int]) -> None:
-        for expert in misses:
-            self._clock += 1
-            self._loaded[expert] = self._clock
 
-    def key(self, expert: int) -> int:
-        return self._loaded[expert]
+POLICY = Policy(
+    title="the expert loaded longest ago leaves; a hit changes nothing",
+    source="textbook",
+    touch=touch,
+    key=key,
+)

@@ -1,0 +1,42 @@
+"""LRU hits at every cache size from one pass over a trace: stack distances (Mattson et al. 1970)."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from remoe_cli.cache.schedule import schedule
+from remoe_cli.routing import RoutingTrace
+
+
+def lru_curve(
+    trace: RoutingTrace,
+    *,
+    step: str = "atomic",
+    reset: str = "request",
+    touch_order: str = "weight",
+    threads: int | None = None,
+) -> np.ndarray:
+    """[L, E + 1] int64: each layer's LRU hits with C = 0..E slots, as replay counts them from a cold start.
+
+    The residents of C slots are always the C last touched, so a step's hits are its experts at depth < C of one stack that
+    serves all sizes. Options as of replay. Raises CacheError for a trace without a decode token.
+    """
+    from remoe_cli.cache.stack import depths
+
+    plan = schedule(trace, "cold", reset, 1)
+    experts = np.ascontiguousarray(trace.experts)
+
+    def work(layer: int) -> np.ndarray:
+        seen = np.zeros(trace.n_experts + 1, np.int64)
+        backwards, sequential = touch_order == "weight", step == "sequential"
+        depths(experts, plan.tokens_N, backwards, sequential, plan.runs, layer, trace.n_experts, seen)
+        return np.concatenate([[0], np.cumsum(seen[:-1])])
+
+    executor = ThreadPoolExecutor(threads or os.cpu_count() or 1)
+    try:
+        return np.stack(list(executor.map(work, range(trace.n_layers))))
+    finally:
+        executor.shutdown(cancel_futures=True)

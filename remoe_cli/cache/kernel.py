@@ -1,0 +1,353 @@
+"""The compiled replay of one cache over many steps: ExpertCache.step, in machine code, for any policy.
+
+numba compiles one kernel a policy and keeps it on disk, next to this file or in the user's cache folder, so that the
+compiling (about half a second each) is paid once. A changed policy file is noticed by the hash of its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba.extending import register_jitable
+
+from remoe_cli.cache import policy as contract
+from remoe_cli.cache.expert_cache import NOTHING_PROTECTED
+from remoe_cli.cache.policy import Memory, Policy
+
+
+@cache
+def kernel(policy: Policy) -> Callable[..., None]:
+    """serve(...) of this policy: see `_build`."""
+    hooks = [policy.start, policy.observe, policy.touch, policy.key or contract.key]
+    hooks += [policy.victim or contract.victim, policy.leave]
+    stamp = _stamp(hooks)
+    start, observe, touch, key, victim, leave = [_jitable(hook) for hook in hooks]
+    ranked = policy.key is not None
+    steady = ranked and policy.leave is contract.leave  # no key changes while experts leave
+    observes, weighted, foreseeing = (need in policy.needs for need in ("probabilities", "weights", "future"))
+    serve = _build(
+        start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp or 0
+    )  # fmt: skip
+    try:
+        return numba.njit(serve, nogil=True, cache=stamp is not None)
+    except RuntimeError:  # no folder to keep it in
+        return numba.njit(serve, nogil=True)
+
+
+@cache
+def prepare(policy: Policy) -> float | None:
+    """Compiles the kernel, or loads it: the seconds of compiling, None where none was needed. Later calls: None or as the
+    first."""
+    start = time.perf_counter()
+    serve: Any = kernel(policy)
+    nothing, halves = np.empty(0, np.int64), np.empty((0, 0, 0), np.uint16)
+    serve(
+        arrays(1, 1, 1, [0.0], [0.0]), np.empty((0, 1, 1), np.int16), np.empty(0, np.int32), True, False,
+        np.empty(0, np.int16), nothing, halves, halves, halves_as_floats(), np.empty(0, np.int32), np.zeros(1, np.int64),
+        np.empty(0, np.int32), np.empty(0, bool), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16),
+        np.zeros((0, 1), np.int64), np.zeros(2, np.int64),
+    )  # fmt: skip
+    return None if serve.stats.cache_hits else time.perf_counter() - start
+
+
+@cache
+def _jitable(hook: Callable) -> Callable:
+    return register_jitable(hook)
+
+
+def _stamp(hooks: list[Callable]) -> int | None:
+    """A hash of the texts that the hooks come from; None where one has no text, as in a notebook."""
+    text = hashlib.sha256()
+    for module in sorted({hook.__module__ for hook in hooks}):
+        try:
+            text.update(inspect.getsource(sys.modules[module]).encode())
+        except (OSError, TypeError, KeyError):
+            return None
+    return int(text.hexdigest()[:12], 16)
+
+
+def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp):
+    def serve(
+        m: Memory,
+        experts: np.ndarray,
+        tokens: np.ndarray,
+        backwards: bool,
+        sequential: bool,
+        ids: np.ndarray,
+        offsets: np.ndarray,
+        weights: np.ndarray,
+        scores: np.ndarray,
+        floats: np.ndarray,
+        ahead: np.ndarray,
+        runs: np.ndarray,
+        owner: np.ndarray,
+        uncounted: np.ndarray,
+        fill_first: bool,
+        first_layer: int,
+        capacity: int,
+        slots_at_least: int,
+        sizes: np.ndarray,
+        preload: np.ndarray,
+        forced: bool,
+        missed: np.ndarray,
+        request_misses: np.ndarray,
+        totals: np.ndarray,
+    ) -> None:
+        """Serves some runs of N tokens through one cache of m.now[2] layers from first_layer on, with a reset at the start of
+        each run.
+
+        experts: [T, L, K]; tokens: [N] rows of it, or empty for all in order; backwards: touch each row from its end.
+        sequential: each expert is a step of its own. Or ids, offsets: the touched experts of step token * layers + layer
+        are ids[offsets[step] : offsets[step + 1]]; else both empty.
+        weights: [T, L, K], scores: [T, L, E], both float16 as uint16 for `floats`, or empty. ahead: next uses in service
+        order, or empty. runs: their borders. owner: [N]. uncounted: [N] bool, or empty. sizes: [ids], or empty for
+        slots; slots_at_least: as many surely fit.
+        Adds to missed [tokens of these runs, layers], request_misses [R, layers] (counted tokens), totals [evictions in counted tokens,
+        proactive].
+        """
+        version = stamp  # a changed policy must not be served from the disk cache
+        end = len(m.last) - 1
+        n_layers = m.now[2]
+        n_experts = m.now[3]
+        top_k = experts.shape[2]
+        slot = np.empty(end, np.int64)
+        slots = np.empty(end + 1, np.int64)
+        entered = np.empty(end, np.int64)
+        leavers = np.empty(end, np.int64)
+        ranks = np.empty(end, np.float64)
+        row_scores = np.empty(n_experts, np.float64)
+        sized = len(sizes) > 0
+        listed = len(offsets) > 0
+        parts = top_k if sequential else 1
+        access = 0
+        for run in range(len(runs) - 1):
+            for expert in range(end + 1):
+                m.last[expert] = 0
+                m.count[expert] = 0
+                m.stamp[expert] = 0
+                m.state[expert] = 0
+                m.link[expert] = 0
+                m.score[expert] = 0.0
+            for register in range(len(m.reg)):
+                m.reg[register] = 0
+            for expert in range(end):
+                slot[expert] = -1
+                entered[expert] = -1
+            clock = 0
+            held = 0
+            used = 0
+            step = 0
+            for expert in preload:
+                slot[expert] = held
+                slots[held] = expert
+                held += 1
+                used += sizes[expert] if sized else 1
+            totals[1] += len(preload)
+            start(m, slots_at_least)
+            for token in range(runs[run], runs[run + 1]):
+                count = len(uncounted) == 0 or not uncounted[token]
+                row = tokens[token] if len(tokens) > 0 else token
+                for layer in range(n_layers):
+                    base = layer * n_experts
+                    in_trace = first_layer + layer
+                    for part in range(parts):
+                        m.now[0] = step // n_layers if sequential else token - runs[run]
+                        m.now[1] = layer
+                        step += 1
+                        if observes:
+                            for expert in range(n_experts):
+                                row_scores[expert] = floats[scores[row, in_trace, expert]]
+                            observe(m, row_scores, base)
+                        first = clock
+                        low, high = (part, part + 1) if sequential else (0, top_k)
+                        if listed:
+                            low, high = offsets[token * n_layers + layer], offsets[token * n_layers + layer + 1]
+                        misses = 0
+                        for at in range(low, high):
+                            value = 0.0
+                            if listed:
+                                expert = base + ids[at]
+                                if weighted:
+                                    value = floats[weights[0, 0, at]]
+                            else:
+                                place = top_k - 1 - at if backwards else at
+                                expert = base + experts[row, in_trace, place]
+                                if weighted:
+                                    value = floats[weights[row, in_trace, place]]
+                            if foreseeing:
+                                value = ahead[access]
+                                access += 1
+                            hit = slot[expert] >= 0
+                            touch(m, expert, hit, value)
+                            clock += 1
+                            m.last[expert] = clock
+                            if not hit:
+                                slot[expert] = held
+                                slots[held] = expert
+                                held += 1
+                                used += sizes[expert] if sized else 1
+                                entered[expert] = step
+                                misses += 1
+                        missed[token - runs[0], layer] += misses
+                        if count:
+                            request_misses[owner[token], layer] += misses
+                        if fill_first and token == runs[run]:
+                            # the layer's share of free slots, by the top of the scores
+                            own = 0
+                            for expert in range(base, base + n_experts):
+                                own += slot[expert] >= 0
+                            while own < capacity // n_layers:
+                                best = -1
+                                for expert in range(base, base + n_experts):
+                                    if slot[expert] < 0 and (
+                                        best < 0 or row_scores[expert - base] > row_scores[best - base]
+                                    ):
+                                        best = expert
+                                if best < 0:
+                                    break
+                                slot[best] = held
+                                slots[held] = best
+                                held += 1
+                                used += sizes[best] if sized else 1
+                                own += 1
+                        free_from = first if forced else NOTHING_PROTECTED
+                        chosen = 0
+                        taken = 0
+                        if steady and not sized and used > capacity:
+                            # all who leave in one pass: the lowest so far, in ascending order
+                            wanted = used - capacity
+                            for place in range(held):
+                                expert = slots[place]
+                                last = m.last[expert]
+                                if last > free_from:
+                                    continue
+                                rank = key(m, expert)
+                                if chosen == wanted:
+                                    if rank > ranks[chosen - 1]:
+                                        continue
+                                    if rank == ranks[chosen - 1]:
+                                        other = leavers[chosen - 1]
+                                        if last > m.last[other] or (last == m.last[other] and expert > other):
+                                            continue
+                                    at = chosen - 1
+                                else:
+                                    at = chosen
+                                    chosen += 1
+                                while at > 0:
+                                    other = leavers[at - 1]
+                                    if rank > ranks[at - 1]:
+                                        break
+                                    if rank == ranks[at - 1] and (
+                                        last > m.last[other] or (last == m.last[other] and expert > other)
+                                    ):
+                                        break
+                                    ranks[at] = ranks[at - 1]
+                                    leavers[at] = other
+                                    at -= 1
+                                ranks[at] = rank
+                                leavers[at] = expert
+                        while used > capacity:
+                            leaving = -1
+                            if taken < chosen:
+                                leaving = leavers[taken]
+                                taken += 1
+                            elif ranked and not (steady and not sized):
+                                lowest = 0.0
+                                for place in range(held):
+                                    expert = slots[place]
+                                    last = m.last[expert]
+                                    if last > free_from:
+                                        continue
+                                    rank = key(m, expert)
+                                    if leaving < 0 or rank < lowest:
+                                        leaving = expert
+                                        lowest = rank
+                                    elif rank == lowest and (
+                                        last < m.last[leaving] or (last == m.last[leaving] and expert < leaving)
+                                    ):
+                                        leaving = expert
+                            elif not ranked:
+                                leaving = victim(m, slots, held, free_from)
+                            if leaving < 0:
+                                if sized:
+                                    break
+                                for place in range(held):
+                                    if leaving < 0 or m.last[slots[place]] < m.last[leaving]:
+                                        leaving = slots[place]
+                            place = slot[leaving]
+                            held -= 1
+                            slots[place] = slots[held]
+                            slot[slots[held]] = place
+                            slot[leaving] = -1
+                            used -= sizes[leaving] if sized else 1
+                            leave(m, leaving)
+                            if count and entered[leaving] != step:
+                                totals[0] += 1
+        if version < 0:
+            totals[0] = 0
+
+    return serve
+
+
+@numba.njit(nogil=True, cache=True)
+def next_use(
+    experts: np.ndarray,
+    tokens: np.ndarray,
+    backwards: bool,
+    ids: np.ndarray,
+    offsets: np.ndarray,
+    runs: np.ndarray,
+    first_layer: int,
+    layers: int,
+    n_experts: int,
+    ahead: np.ndarray,
+) -> None:
+    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run; without one,
+    after all places. The other arguments are the kernel's."""
+    top_k = experts.shape[2]
+    end = len(ahead)
+    access = end
+    upcoming = np.empty(layers * n_experts, np.int32)
+    for run in range(len(runs) - 2, -1, -1):
+        for expert in range(len(upcoming)):
+            upcoming[expert] = end + expert
+        for token in range(runs[run + 1] - 1, runs[run] - 1, -1):
+            row = tokens[token] if len(tokens) > 0 else token
+            for layer in range(layers - 1, -1, -1):
+                low, high = 0, top_k
+                if len(offsets) > 0:
+                    low, high = offsets[token * layers + layer], offsets[token * layers + layer + 1]
+                for at in range(high - 1, low - 1, -1):
+                    if len(offsets) > 0:
+                        expert = layer * n_experts + ids[at]
+                    else:
+                        expert = (
+                            layer * n_experts + experts[row, first_layer + layer, top_k - 1 - at if backwards else at]
+                        )
+                    access -= 1
+                    ahead[access] = upcoming[expert]
+                    upcoming[expert] = access
+
+
+@cache
+def halves_as_floats() -> np.ndarray:
+    """[65536] float32: the value of each float16, by its bits; numba has no float16 on a CPU."""
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+def arrays(n_ids: int, n_layers: int, n_experts: int, constants: list[float], fit: Any) -> Memory:
+    """A fresh Memory of arrays; the kernel itself resets it."""
+    last, count, stamp, state, link = (np.zeros(n_ids + 1, np.int64) for _ in range(5))
+    now, reg = np.array([0, 0, n_layers, n_experts], np.int64), np.zeros(contract.N_REGISTERS, np.int64)
+    known = np.append(np.asarray(fit, np.float64), 0.0)
+    return Memory(
+        last, count, stamp, state, link, np.zeros(n_ids + 1), known, now, reg, np.array(constants, np.float64)
+    )
