@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from remoe_cli.apply import find_delta
-from remoe_cli.cache import POLICIES
+from remoe_cli.cache import choose, live_policies
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.delta import gates_for
 from remoe_cli.environment import check_threads, device_name, pick_device
@@ -33,11 +33,7 @@ def decode(
 
     Raises RemoeError for every mistake, most of them before anything is loaded.
     """
-    live = [name for name in POLICIES if name != "belady"]
-    if policy not in live:
-        raise UsageError(
-            f"a running decoder takes the policies {', '.join(live)}, not {policy!r}.", "remoe decode demo --cache 8"
-        )
+    check_live(policy)
     if admission not in ADMISSIONS:
         raise UsageError(f"--admission is {' or '.join(ADMISSIONS)}, not {admission!r}.", "remoe decode demo --cache 8")
     if tokens < 1:
@@ -88,6 +84,20 @@ def decode(
         "threads": threads or torch.get_num_threads(),
         **latency_ms([done.latency.ttft_s], [done.latency.itl_s]),
     }
+
+
+def check_live(policy: str) -> None:
+    """Raises UsageError for an unknown policy, a parameter that it does not take, or one that only a replay can serve."""
+    hint = "remoe decode demo --cache 8 --policy lru"
+    try:
+        name = choose(policy).name
+    except CacheError as error:
+        raise UsageError(error.message, hint) from None
+    if name not in (live := live_policies()):
+        raise UsageError(
+            f"a running model can use the policies {', '.join(live)}, not {policy!r}: it needs what only a replay has.",
+            hint,
+        )
 
 
 def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:

@@ -28,6 +28,13 @@ def test_requested_and_effective_settings(remoe, model):
     assert "asked for" not in remoe("decode", model, "--cache", 8, "--tokens", 3).out
 
 
+def test_a_policy_with_a_parameter_and_one_that_needs_probabilities(remoe, model):
+    for policy in ("lrfu:0.1", "decayed", "gate"):
+        ran = remoe("decode", model, "--cache", 2, "--tokens", 6, "--policy", policy, "--admission", "bypass", "--json")
+        done = json.loads(ran.out)
+        assert (done["policy"], done["admission"]) == (policy, "bypass") and done["hits"] + done["misses"] == 5 * 2 * 2
+
+
 def test_a_delta_by_folder_by_run_and_by_the_runs_name(remoe, run):
     Path("runs").mkdir()
     Path("runs/mine").symlink_to(run)
@@ -54,7 +61,14 @@ def test_what_cannot_be_decoded(remoe, model):
         (["--device", "cuda:x"], "--device is cpu"),
         (["--device", "cuda:99"], "no cuda:99"),
         (["--policy", "belady"], "lru, lfu, fifo"),
+        (["--policy", "belady"], "what only a replay has"),
+        (["--policy", "hindsight"], "what only a replay has"),
+        (["--policy", "static"], "what only a replay has"),
         (["--policy", ""], "lru, lfu, fifo"),
+        (["--policy", "lrru"], "did you mean"),
+        (["--policy", "lru:2"], "takes no parameter"),
+        (["--policy", "decayed:7"], "not '7'"),
+        (["--policy", "decayed:x"], "not 'x'"),
         (["--admission", "free"], "forced or bypass"),
         (["--prompt", "\udcff"], "not UTF-8"),
         (["--delta", "nothing-here"], "nothing-here"),

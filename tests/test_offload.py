@@ -6,10 +6,11 @@ from time import perf_counter, sleep
 import numpy as np
 import pytest
 import torch
+from slow_policies import History, slow_cache
 from slow_reference import slow_replay
 from tiny_models import EXPERTS, MODEL_TYPES, TOP_K, VOCABULARY
 
-from remoe_cli.cache import POLICIES, replay
+from remoe_cli.cache import choose, live_policies, replay
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import find_gates, RouterTap
 from remoe_cli.families.experts import recorded_order
@@ -108,7 +109,7 @@ def test_counts_equal_the_slow_replay_and_the_simulator(checkpoint):
     forced = [(7 * i * i + 3) % VOCABULARY for i in range(NEW)]
     with OffloadedDecoder(checkpoint, EXPERTS) as decoder:
         future = decoder.decode(PROMPT, NEW, forced=forced).trace
-        for policy, admission, capacity in product(POLICIES, ("forced", "bypass"), (2, 3, 5)):
+        for policy, admission, capacity in product(("lru", "lfu", "belady"), ("forced", "bypass"), (2, 3, 5)):
             decoder.configure(capacity, policy, admission=admission)
             decoded = decoder.decode(PROMPT, NEW, forced=forced, future=future)
             counts, trace = decoded.counts, decoded.trace
@@ -121,6 +122,49 @@ def test_counts_equal_the_slow_replay_and_the_simulator(checkpoint):
             simulated = replay(trace, policy, capacity, admission=admission)
             assert (simulated.tokens, simulated.accesses) == (NEW - 1, counts.accesses)
             assert (simulated.hits, simulated.misses, simulated.evictions) == expected, (policy, admission, capacity)
+
+
+@pytest.mark.parametrize("policy", live_policies())
+def test_every_live_policy_counts_as_the_simulator(folders, policy):
+    with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe", torch.bfloat16)), EXPERTS) as decoder:
+        for admission, capacity in product(("forced", "bypass"), (2, 3, 5)):
+            decoder.configure(capacity, policy, admission=admission)
+            done = decoder.decode(PROMPT, 24)
+            counts = (done.counts.hits, done.counts.misses, done.counts.evictions)
+            assert slow_counts(done.trace, policy, capacity, admission) == counts, (admission, capacity)
+            simulated = replay(done.trace, policy, capacity, admission=admission)
+            assert (simulated.hits, simulated.misses, simulated.evictions) == counts, (admission, capacity)
+            assert done.counts.decode.reads == done.counts.misses
+
+
+def slow_counts(trace: RoutingTrace, policy: str, capacity: int, admission: str) -> tuple[int, int, int]:
+    """Hits, misses and evictions of one request, by the slow twins."""
+    decoded, totals = trace.decode(), [0, 0, 0]
+    for layer in range(trace.n_layers):
+        past = History(
+            decoded.experts[:, layer, ::-1].tolist(), 1, trace.n_experts, decoded.weights[:, layer, ::-1].tolist(),
+            None if decoded.probabilities is None else decoded.probabilities[:, layer].tolist(),
+            parameter=choose(policy).parameter,
+        )  # fmt: skip
+        for step in slow_cache(policy, capacity, admission, past)[0]:
+            for place, part in enumerate((step.hits, step.misses, step.evicted)):
+                totals[place] += len(part)
+    return tuple(totals)
+
+
+def test_the_trace_holds_the_routers_probabilities_where_they_are_wanted(folders):
+    for family in MODEL_TYPES:
+        with OffloadedDecoder(Checkpoint.open(folders(family)), 3) as decoder:
+            assert decoder.decode(PROMPT, 4).trace.probabilities is None
+            trace = decoder.decode(PROMPT, 4, keep_probabilities=True).trace
+            chances = trace.probabilities
+            assert chances.shape == (len(PROMPT) + 3, trace.n_layers, EXPERTS) and chances.dtype == np.float16
+            np.testing.assert_allclose(chances.astype(np.float32).sum(-1), 1, atol=5e-3)
+            # the family's choice is the top K of its probabilities
+            order = np.argsort(-chances.astype(np.float32), axis=-1)[..., :TOP_K]
+            assert (np.sort(order, -1) == np.sort(trace.experts, -1)).mean() > 0.99
+            decoder.configure(3, "decayed:0.9")
+            assert decoder.decode(PROMPT, 4).trace.probabilities is not None
 
 
 def test_prefill_streams_each_expert_once_and_leaves_the_cache_cold(checkpoint):

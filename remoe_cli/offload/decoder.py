@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from remoe_cli.cache import ExpertCache, make_policy
-from remoe_cli.cache.policies import needs_future
+from remoe_cli.cache import choose, ExpertCache
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import family_of, find_gates
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, kept_cache, load_without_experts
@@ -48,8 +47,8 @@ class Decoded:
 
 
 class OffloadedDecoder:
-    """capacity: expert slots a layer (more than E is E: `requested` keeps the number asked for); policy: a name of
-    POLICIES; admission: "forced" | "bypass"; dtype: compute dtype, by default the checkpoint's own on a CPU and
+    """capacity: expert slots a layer (more than E is E: `requested` keeps the number asked for); policy: NAME or
+    NAME:PARAMETER of POLICIES; admission: "forced" | "bypass"; dtype: compute dtype, by default the checkpoint's own on a CPU and
     bfloat16 on a GPU; threads: compute threads while decoding, by default as they are.
 
     Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once. `layers`: one
@@ -87,7 +86,9 @@ class OffloadedDecoder:
         self._pool = SlotPool(self._store, self.layers[0], self.dtype, self.device)
         self.expert_bytes, self.slot_bytes = self._store.expert_bytes, self._pool.slot_bytes
         self.configure(capacity, policy, admission=admission)
-        self._blocks = [ExpertBlock(i, layer, self._pool) for i, layer in enumerate(self.layers)]
+        routers = [gate.router for gate in find_gates(self._model)]
+        pairs = zip(self.layers, routers, strict=True)
+        self._blocks = [ExpertBlock(i, layer, router, self._pool) for i, (layer, router) in enumerate(pairs)]
 
     def __enter__(self) -> "OffloadedDecoder":
         return self
@@ -135,11 +136,13 @@ class OffloadedDecoder:
         forced: Sequence[int] | None = None,
         future: RoutingTrace | None = None,
         keep_logits: bool = False,
+        keep_probabilities: bool = False,
     ) -> Decoded:
         """One request with a cold cache: prefill of the prompt, then n_new - 1 passes of one token.
 
         forced: n_new ids that are fed whatever the model would say; without them decoding is greedy, and an end token
         is a token like any other. future: a trace of this very request (one request), which oracle policies need.
+        keep_probabilities: the trace holds the router's probabilities; it does so anyway where the policy needs them.
         """
         prompt = [int(i) for i in prompt_ids]
         if not prompt or n_new < 1 or (forced is not None and len(forced) < n_new):
@@ -148,7 +151,7 @@ class OffloadedDecoder:
                 + ("." if forced is None else f" with {len(forced)} forced ids."),
                 "remoe eval --help",
             )
-        ledger = self._start(future)
+        ledger = self._start(future, keep_probabilities)
         clock = Clock(self.device)
         read_before = storage_bytes()
         kept: list[torch.Tensor] = []
@@ -181,8 +184,8 @@ class OffloadedDecoder:
         )
 
     def _check(self, capacity: int, policy: str, admission: str) -> None:
-        if not needs_future(policy):
-            ExpertCache(max(capacity, 1), make_policy(policy), admission)
+        choose(policy)
+        ExpertCache(max(capacity, 1), n_experts=1, admission=admission)
         if capacity < self.top_k:
             raise CacheError(
                 f"a cache of {capacity} experts a layer is too small to decode {self.checkpoint.id}: each token runs "
@@ -190,13 +193,15 @@ class OffloadedDecoder:
                 f"remoe eval --cache {self.top_k}",
             )
 
-    def _start(self, future: RoutingTrace | None) -> Ledger:
+    def _start(self, future: RoutingTrace | None, keep_probabilities: bool) -> Ledger:
         ledger = Ledger()
         self._pool.reset()
         for index, block in enumerate(self._blocks):
-            steps = future.decode().experts[:, index, ::-1].tolist() if future is not None else None
-            policy = make_policy(self.policy, steps if needs_future(self.policy) else None)
-            block.start(ExpertCache(self.capacity, policy, self.admission), ledger)
+            accesses = None if future is None else future.decode().experts[:, index, ::-1].ravel().tolist()
+            cache = ExpertCache(
+                self.capacity, self.policy, n_experts=self.n_experts, admission=self.admission, future=accesses
+            )
+            block.start(cache, ledger, keep_probabilities=keep_probabilities)
         return ledger
 
     def _trace(self, n_prompt: int, n_new: int, kind: str) -> RoutingTrace:
@@ -207,7 +212,12 @@ class OffloadedDecoder:
             prefill=np.arange(n_tokens) < n_prompt,
             n_experts=self.n_experts,
             weights=np.stack([np.concatenate(block.weights) for block in self._blocks], 1),
-            provenance={"model": self.checkpoint.id, "revision": self.checkpoint.commit, "decode": kind},
+            probabilities=(
+                np.stack([np.concatenate(block.probabilities) for block in self._blocks], 1)
+                if self._blocks[0].probabilities
+                else None
+            ),
+            provenance={"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind},
         )
 
     def _counts(self, ledger: Ledger) -> Counts:
