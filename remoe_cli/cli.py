@@ -8,6 +8,9 @@ from typing import Annotated, Optional
 import typer
 
 from remoe_cli import __version__
+from remoe_cli.cli_replay import replay
+from remoe_cli.cli_reroute import reroute
+from remoe_cli.cli_trace import trace
 from remoe_cli.errors import CacheError, UsageError
 
 app = typer.Typer(
@@ -89,7 +92,9 @@ def evaluate(
     run: Annotated[Optional[str], typer.Argument(help="Run folder or name; without it the latest run.")] = None,  # noqa: UP045
     cache: Annotated[str, typer.Option(help="Expert slots a layer, such as 6 or 6,8,12.")] = "6",
     control: Annotated[str | None, typer.Option(help="A second run to show beside it, such as a ce-only one.")] = None,
-    policy: Annotated[str, typer.Option(help="Cache policies to simulate.")] = "lru,lfu,fifo,belady",
+    policy: Annotated[
+        str, typer.Option(help="Cache policies to simulate: names, NAME:PARAMETER, or `all`.")
+    ] = "lru,lfu,fifo,belady",
     seeds: Annotated[int, typer.Option(metavar="N", help="Disjoint draws of held-out requests and rows.")] = 1,
     domain: Annotated[
         list[str] | None,
@@ -228,7 +233,7 @@ def decode(
     delta: Annotated[Optional[str], typer.Option(help="Delta folder, run folder or Hub id to decode with.")] = None,  # noqa: UP045
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The module defines the following",
     tokens: Annotated[int, typer.Option(help="New tokens.")] = 32,
-    policy: Annotated[str, typer.Option(help="Cache policy: lru, lfu or fifo.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Cache policy, NAME or NAME:PARAMETER.")] = "lru",
     admission: Annotated[str, typer.Option(help="forced or bypass.")] = "forced",
     threads: Annotated[Optional[int], typer.Option(help="Compute threads.")] = None,  # noqa: UP045
     device: Device = None,
@@ -250,6 +255,11 @@ def decode(
         device=device,
     )
     print_data(json.dumps(done) if as_json else verb.summary(done))
+
+
+app.add_typer(trace, name="trace")
+app.command()(replay)
+app.command()(reroute)
 
 
 @app.command()

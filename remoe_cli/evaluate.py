@@ -15,7 +15,7 @@ import torch
 from remoe_cli import __version__, atomic
 from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
-from remoe_cli.cache import POLICIES
+from remoe_cli.cache import choose, POLICIES
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
@@ -55,7 +55,8 @@ def evaluate(
     device: str | None = None,
 ) -> dict:
     """The report (docs/report.md), also written into the run folder. Raises RemoeError for every mistake."""
-    _check_options(policies, seeds, threads)
+    policies = list(dict.fromkeys(name for word in policies for name in (_without_fit() if word == "all" else [word])))
+    probabilities = _check_options(policies, seeds, threads)
     found, where = runs.find(run), pick_device(device)
     _check_writable(found)
     recipe = _recipe(found, overrides)
@@ -67,7 +68,7 @@ def evaluate(
     _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     expert_bytes = one_expert_bytes(experts_on_disk(checkpoint))
-    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe)
+    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, probabilities)
     offloaded = NOT_MEASURED
     if measure:
         timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
@@ -129,16 +130,25 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> None:
+def _without_fit() -> list[str]:
+    return [name for name, policy in POLICIES.items() if "fit" not in policy.needs or "future" in policy.needs]
+
+
+def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> bool:
+    """Whether a policy needs the routers' probabilities to be recorded."""
     example = "remoe eval --cache 6 --policy lru,belady"
-    for policy in policies:
-        if policy not in POLICIES:
-            raise UsageError(f"no cache policy {policy!r}; allowed: {', '.join(POLICIES)}.", example)
+    fitted = [name for name in policies if choose(name).name not in _without_fit()]
+    if fitted:
+        raise UsageError(
+            f"policy {fitted[0]} is fitted on another trace, which remoe eval has not.",
+            "remoe replay T.trace --cache 6 --policy static --fit OTHER.trace",
+        )
     if "lru" not in policies:
         raise UsageError("the policies must include lru, which the others are compared with.", example)
     if seeds < 1:
         raise UsageError(f"--seeds is at least 1, not {seeds}.", "remoe eval --seeds 3")
     check_threads(threads)
+    return any("probabilities" in choose(name).policy.needs for name in policies)
 
 
 def _check_writable(run: Run) -> None:

@@ -223,6 +223,20 @@ def test_options_as_people_write_them(remoe, run):
     refused(remoe("eval", run, *QUIET, "--seeds", 0), "--seeds")
 
 
+def test_every_policy_without_a_fit_can_be_simulated(remoe, run):
+    """Also those that read the routers' probabilities, which are then recorded; in each arm and kind of trace."""
+    ran = remoe("eval", run, "--cache", "4", "--policy", "all", "--no-measure", "--json")
+    report = report_of(ran)
+    names = report["conditions"]["policies"]
+    assert {"lru", "decayed", "retention", "gate", "hindsight", "belady"} <= {*names} and "static" not in names
+    for arm in report["arms"]:
+        cells = {(cell["policy"], cell["trace"]): cell for cell in arm["cache"] if cell["admission"] == "forced"}
+        assert {(name, kind) for name in names for kind in ("forced", "greedy")} == {*cells}
+        assert all(cells["belady", kind]["misses"] <= cells["decayed", kind]["misses"] for kind in ("forced", "greedy"))
+    refused(remoe("eval", run, *QUIET, "--policy", "lru,static"), "fitted on another trace")
+    refused(remoe("eval", run, *QUIET, "--policy", "lru,lfuu"), "did you mean lfu")
+
+
 @pytest.mark.parametrize("longest", [1, 2, 3, 4, 10, 11])
 def test_the_hint_for_short_texts_works(longest):
     documents = [list(range(longest)), [1]]

@@ -88,8 +88,9 @@ def measure_resident(
     arms: Sequence[Arm],
     samples: Mapping[str, Sample],
     recipe: Recipe,
+    probabilities: bool = False,
 ) -> Resident:
-    """Every arm on every sample, each once. The model is gone afterwards: no expert may stay resident while they are
+    """Every arm on every sample, each once; probabilities: for policies that need the routers'. The model is gone afterwards: no expert may stay resident while they are
     measured on disk."""
     model = load_resident(checkpoint, dtype, device)
     gates, disk_names = find_gates(model), gate_disk_names(model, checkpoint)
@@ -102,6 +103,8 @@ def measure_resident(
             first = next(other for other in samples if samples[other] is sample)
             title = f"{arm.name}, {name}" if name else arm.name
             measured[name][arm.name] = (
-                measure(title, model, gates, sample, recipe) if first == name else measured[first][arm.name]
+                measure(title, model, gates, sample, recipe, probabilities)
+                if first == name
+                else measured[first][arm.name]
             )
     return Resident(measured, tensors, len(gates), gates[0].n_experts, gates[0].top_k)

@@ -1,7 +1,7 @@
-"""Held-out requests: a prompt and its true continuation, cut from documents that are long enough."""
+"""Held-out requests: a prompt and its true continuation, cut from documents that are long enough; or prompts alone."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from remoe_cli.errors import DataError
 from remoe_cli.train.packing import stretches
 
 SHORTEST = 3  # a prompt of one token, one that is fed, and one that it is to predict
+RECIPE_OPTIONS = "--set evaluate.prompt_tokens={} --set evaluate.new_tokens={}"
 
 
 class Requests(NamedTuple):
@@ -17,10 +18,13 @@ class Requests(NamedTuple):
     continuations_RS: torch.Tensor
 
 
-def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int) -> Requests:
+def cut_requests(
+    documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int, *, options: str = RECIPE_OPTIONS
+) -> Requests:
     """The first `requests` stretches of prompt + steps tokens; fewer when the texts run out.
 
-    Raises DataError when no document is long enough.
+    options: the command's own for both lengths, of which the hint says what would do. Raises DataError when no document is
+    long enough.
     """
     length = prompt + steps
     whole = (stretch for stretch in stretches(documents, length) if len(stretch) == length)
@@ -31,7 +35,28 @@ def cut_requests(documents: Sequence[Sequence[int]], requests: int, prompt: int,
         if longest < SHORTEST:
             raise DataError(reason, "the same command with longer texts")
         half = longest // 2
-        hint = f"--set evaluate.prompt_tokens={half} --set evaluate.new_tokens={longest - half - 1}"
-        raise DataError(reason, f"the same command with {hint}")
+        raise DataError(reason, f"the same command with {options.format(half, longest - half - 1)}")
     ids = torch.tensor(found)
     return Requests(ids[:, :prompt], ids[:, prompt:])
+
+
+def cut_prompts(
+    documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int, *, end: int | None = None
+) -> list[torch.Tensor]:
+    """The prompts of `cut_requests`, then, where they are too few, the first tokens of documents that are shorter than a
+    request: [P] ids each, at most `prompt`. end: the token at a text's end, which no such prompt ends with.
+
+    Raises DataError when no document holds another token.
+    """
+    length = prompt + steps
+    whole = (stretch[:prompt] for stretch in stretches(documents, length) if len(stretch) == length)
+    short = (_without(end, document)[:prompt] for document in documents if len(document) < length)
+    found = list(islice(chain(whole, (ids for ids in short if ids)), requests))
+    if not found:
+        raise DataError("the texts hold no token to start from.", "the same command with other texts")
+    return [torch.tensor(ids) for ids in found]
+
+
+def _without(end: int | None, document: Sequence[int]) -> list[int]:
+    ids = list(document)
+    return ids[:-1] if ids and ids[-1] == end else ids

@@ -42,15 +42,22 @@ class Sample(NamedTuple):
         ]
 
 
-def measure(title: str, model: torch.nn.Module, gates: list[Gate], sample: Sample, recipe: Recipe) -> Measured:
-    """The model as it is, with whatever gates are in it."""
+def measure(
+    title: str,
+    model: torch.nn.Module,
+    gates: list[Gate],
+    sample: Sample,
+    recipe: Recipe,
+    probabilities: bool = False,
+) -> Measured:
+    """The model as it is, with whatever gates are in it. probabilities: the decode traces hold the routers'."""
     text = measure_heldout(title, model, gates, sample.documents, recipe, sample.draws)
     decoded = {}
     for kind, forced in (("forced", sample.requests.continuations_RS[:, :-1]), ("greedy", None)):
         with progress(f"{title}: {kind} decode", len(sample.requests.prompts_RP)) as bar:
             decoded[kind] = decode(
                 model, gates, sample.requests.prompts_RP, recipe.evaluate.new_tokens, forced,
-                batch=min(32, recipe.evaluate.requests), on_batch=bar.update,
+                probabilities=probabilities, batch=min(32, recipe.evaluate.requests), on_batch=bar.update,
             )  # fmt: skip
     return Measured(text, decoded)
 

@@ -1,0 +1,222 @@
+"""remoe reroute: what cache-aware rerouting costs in perplexity and saves in loads, on held-out text."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remoe_cli.apply import find_delta
+from remoe_cli.cache import Replay, replay
+from remoe_cli.cache.expert_cache import ADMISSIONS
+from remoe_cli.cache.replay import prepare
+from remoe_cli.cache.reroute import default_keep, default_strengths, METHODS, Rule
+from remoe_cli.console import note, progress
+from remoe_cli.decode import check_live
+from remoe_cli.delta import gates_for, put
+from remoe_cli.environment import device_name, pick_device, versions
+from remoe_cli.errors import UsageError
+from remoe_cli.evaluate import finite
+from remoe_cli.families import family_of, find_gates
+from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, load_resident
+from remoe_cli.hub.resolve import fetch_config, resolve
+from remoe_cli.measure.prompts import default_recipe, load_prompts
+from remoe_cli.measure.rerouted import measure_rerouted, Rerouted
+from remoe_cli.offload.store import one_expert_bytes
+from remoe_cli.report import metrics
+from remoe_cli.report.cells import BOOTSTRAP_SEED
+from remoe_cli.report.figures import text_figures
+from remoe_cli.report.rows import number
+from remoe_cli.train.data import load_tokenizer
+
+AGAIN = "remoe reroute demo --cache 8 --method cache-prior --strength 0,.1,.2"
+
+
+class Asked(NamedTuple):
+    """How to reroute. strengths: by default METHODS' own; keep: J, by default 2 and at most half of K."""
+
+    method: str = "cache-prior"
+    strengths: Sequence[float] | None = None
+    keep: int | None = None
+    policy: str = "lru"
+    admission: str = "forced"
+
+
+def reroute(
+    model: str,
+    capacity: int,
+    asked: Asked = Asked(),  # noqa: B008  immutable
+    *,
+    delta: str | None = None,
+    prompts: str | None = None,
+    rows: int | None = None,
+    tokens: int | None = None,
+    device: str | None = None,
+) -> dict[str, Any]:
+    """One row for the model as it is and one for each strength (docs/reroute.md). rows, tokens: of text, by default what
+    the family's recipe says.
+
+    Raises RemoeError for every mistake, most of them before anything is loaded.
+    """
+    where = pick_device(device)
+    found = fetch_config(model)
+    family = family_of(found.config, model)
+    rules = _rules(asked, found.config["num_experts_per_tok"])
+    check_live(asked.policy)
+    if capacity < 1:
+        raise UsageError(f"--cache is at least 1 slot a layer, not {capacity}.", AGAIN)
+    if asked.admission not in ADMISSIONS:
+        raise UsageError(f"--admission is {' or '.join(ADMISSIONS)}, not {asked.admission!r}.", AGAIN)
+    recipe = default_recipe(model, family.model_type)
+    rows, sequence = _size(rows, tokens, recipe.evaluate.rows, recipe.train.sequence, found.config)
+    checkpoint = resolve(found)
+    change = find_delta(delta) if delta is not None else None
+    if change is not None and change.is_applied(checkpoint):
+        change = None
+    documents, source = load_prompts(model, prompts, recipe, load_tokenizer(checkpoint))
+    if change is not None and len(documents) > len(source.heldout):
+        note("Note: the gates may have been trained on some of these texts; held-out ones say more")
+    expert_bytes = one_expert_bytes(experts_on_disk(checkpoint))
+    dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
+    loaded = load_resident(checkpoint, dtype, where)
+    if change is not None:
+        put(loaded, gates_for(gate_disk_names(loaded, checkpoint), change))
+    gates = find_gates(loaded)
+    if capacity > gates[0].n_experts:
+        note(f"Note: --cache {capacity} holds all {gates[0].n_experts} experts of a layer, so nothing ever leaves")
+    if seconds := prepare(asked.policy):
+        note(f"Note: compiled the replay of {asked.policy} in {seconds:.1f} s, this once")
+    stock: Rerouted | None = None
+    shown = []
+    for rule in rules:
+        title = "as it is" if rule is None else f"{rule.method} {rule.strength:g}"
+        with progress(title, rows) as bar:
+            done = measure_rerouted(
+                loaded, gates, documents, sequence, rows, rule, capacity=capacity, policy=asked.policy,
+                admission=asked.admission, batch=recipe.train.micro_batch, on_batch=bar.update,
+            )  # fmt: skip
+        stock = stock or done
+        if rule is None and (found_rows := len(done.text.pairs_N)) < rows:
+            note(f"Note: the texts hold {found_rows} of {rows} rows of {sequence} tokens")
+            rows = found_rows
+        shown.append(_row(rule, done, stock, capacity, asked, expert_bytes))
+    report = {
+        "model": model, "commit": checkpoint.commit, "delta": delta, "method": asked.method,
+        "keep": _keep(asked, gates[0].top_k), "capacity": capacity, "policy": asked.policy, "admission": asked.admission,
+        "moe_layers": len(gates), "n_experts": gates[0].n_experts, "top_k": gates[0].top_k, "expert_bytes": expert_bytes,
+        "data": source.source, "rows": len(stock.text.pairs_N) if stock else 0, "row_tokens": sequence,
+        "requests": stock.trace.n_requests if stock else 0, "tokens": stock.trace.n_tokens if stock else 0,
+        "device": where, "device_name": device_name(where), "dtype": str(dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(), "versions": versions(), "strengths": shown,
+    }  # fmt: skip
+    return finite(report)
+
+
+def _keep(asked: Asked, top_k: int) -> int:
+    return default_keep(top_k) if asked.keep is None else asked.keep
+
+
+def _rules(asked: Asked, top_k: int) -> list[Rule | None]:
+    """None first: the model as it is."""
+    keep = _keep(asked, top_k)
+    if not 0 <= keep <= top_k:
+        raise UsageError(f"--keep is 0 to the {top_k} experts a token of this model, not {keep}.", AGAIN)
+    if asked.method not in METHODS:
+        raise UsageError(f"--method is {', '.join(METHODS)}, not {asked.method!r}.", AGAIN)
+    strengths = default_strengths(asked.method, top_k) if asked.strengths is None else asked.strengths
+    return [None, *(Rule(asked.method, strength, keep) for strength in dict.fromkeys(strengths))]
+
+
+def _size(rows: int | None, tokens: int | None, default_rows: int, sequence: int, config: dict) -> tuple[int, int]:
+    """How many rows of how many tokens."""
+    longest = config.get("max_position_embeddings")
+    longest = longest if isinstance(longest, int) else 2**20
+    rows = default_rows if rows is None else rows
+    tokens = min(sequence, longest) if tokens is None else tokens
+    if rows < 1:
+        raise UsageError(f"--rows is at least 1, not {rows}.", AGAIN)
+    if not 2 <= tokens <= longest:
+        raise UsageError(f"--tokens is 2 to {longest}, what the model was made for, not {tokens}.", AGAIN)
+    return rows, tokens
+
+
+def _row(
+    rule: Rule | None, done: Rerouted, stock: Rerouted, capacity: int, asked: Asked, expert_bytes: int
+) -> dict[str, Any]:
+    """The runner's own counts, and the simulator's of the trace that ran."""
+    simulated, before = (replay(one.trace, asked.policy, capacity, admission=asked.admission) for one in (done, stock))
+    counts = (simulated.hits, simulated.misses, simulated.evictions)
+    return {
+        "strength": None if rule is None else rule.strength,
+        **text_figures(done.text, None if rule is None else stock.text),
+        "changed": done.changed / done.trace.experts.size,
+        **done.counts._asdict(),
+        "simulated": done.counts._replace(hits=counts[0], misses=counts[1], evictions=counts[2])._asdict(),
+        "counts_match": done.counts == counts,
+        "hit_ratio": simulated.hit_ratio,
+        "hit_ratio_95": metrics.bootstrap(simulated.request_hits, simulated.request_accesses, seed=BOOTSTRAP_SEED),
+        "misses_change": None if rule is None else simulated.misses / before.misses - 1,
+        "misses_change_95": None if rule is None else _misses_change(before, simulated),
+        "mb_a_token": metrics.load_mb(simulated.misses, 0, expert_bytes, simulated.tokens),
+    }
+
+
+def _misses_change(before: Replay, after: Replay) -> metrics.Interval | None:
+    return metrics.bootstrap_change(
+        (before.request_misses, before.request_tokens), (after.request_misses, after.request_tokens), metrics.relative,
+        seed=BOOTSTRAP_SEED,
+    )  # fmt: skip
+
+
+def summary(done: dict[str, Any]) -> str:
+    """The table for a person."""
+    head = (
+        "strength",
+        "perplexity",
+        "change",
+        "95 %",
+        "EOR",
+        "changed",
+        "hit",
+        "MB a token",
+        "change",
+        "misses",
+        "simulated",
+    )
+    cells = [head, *(_cells(row) for row in done["strengths"])]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(head))]
+    named = done["model"] + (f" with {done['delta']}" if done["delta"] else "")
+    match = all(row["counts_match"] for row in done["strengths"])
+    return "\n".join(
+        [
+            *("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells),
+            "",
+            f"{named}: {done['method']} ({METHODS[done['method']].title}), top {done['keep']} kept; {done['moe_layers']} MoE "
+            f"layers, top-{done['top_k']} of {done['n_experts']}, C = {done['capacity']}, {done['policy']}, {done['admission']}.",
+            f"Teacher-forced: {done['tokens']:,} tokens of {done['data']} in {done['requests']} documents, cold cache each; "
+            f"{done['device_name']}, {done['dtype']}.",
+            "changed: share of the experts run that the router itself would not have chosen.",
+            "simulated: misses of the trace that ran, replayed. Hits, misses and evictions "
+            + ("are equal in every row." if match else "DIFFER: please report it."),
+        ]
+    )
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    stock, ends = row["strength"] is None, row["perplexity_change_95"]
+    return (
+        "as it is" if stock else f"{row['strength']:g}",
+        number(row["perplexity"], 3),
+        "" if stock else _percent(row["perplexity_change"], 2),
+        "" if ends is None else f"{100 * ends[0]:+.2f} to {100 * ends[1]:+.2f}",
+        number(row["eor"], 3),
+        f"{100 * row['changed']:.1f} %",
+        number(row["hit_ratio"], 3),
+        number(row["mb_a_token"], 3),
+        "" if stock else _percent(row["misses_change"], 1),
+        f"{row['misses']:,}",
+        f"{row['simulated']['misses']:,}",
+    )
+
+
+def _percent(change: float | None, places: int) -> str:
+    return "n/a" if change is None else f"{100 * change:+.{places}f} %"

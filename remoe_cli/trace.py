@@ -1,0 +1,237 @@
+"""remoe trace: record which experts a model uses on some texts, or import what another tool recorded; one trace file."""
+
+import shlex
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from remoe_cli import __version__, atomic
+from remoe_cli.console import note, progress
+from remoe_cli.errors import FamilyError, RunError, UsageError
+from remoe_cli.report import locality, metrics
+from remoe_cli.routing import RoutingTrace, write
+from remoe_cli.routing.imports import IMPORTS, read_foreign
+from remoe_cli.routing.trace import FLOATS
+
+EXAMPLE = "remoe trace demo -o t.trace"
+LENGTH_OPTIONS = "--prompt-tokens {} --new-tokens {}, or with --greedy"
+
+
+class Asked(NamedTuple):
+    """What to record. None: as the recipe of the model's family says. seed: 0 takes the texts in the order of `remoe eval`,
+    another one in an order of its own."""
+
+    greedy: bool = False
+    requests: int | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    probabilities: bool = False
+    seed: int = 0
+
+
+def record(
+    model: str, out: Path, asked: Asked, *, delta: str | None, prompts: str | None, device: str | None
+) -> dict[str, Any]:
+    """Runs the model on the requests and writes the trace, prompts included; what is in it, as `facts`.
+
+    Raises RemoeError for every mistake, most of them before anything is loaded; then no file is written.
+    """
+    from remoe_cli.apply import find_delta
+    from remoe_cli.delta import gates_for, put
+    from remoe_cli.environment import pick_device
+    from remoe_cli.families import family_of, find_gates
+    from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, load_resident
+    from remoe_cli.hub.resolve import fetch_config, resolve
+    from remoe_cli.measure.decode_traces import decode
+    from remoe_cli.measure.prompts import default_recipe, load_prompts
+    from remoe_cli.measure.requests import cut_prompts, cut_requests
+    from remoe_cli.train.data import load_tokenizer
+
+    _check(asked)
+    _check_out(out)
+    if prompts is None and model != "demo":
+        raise UsageError(f"name the texts to run {model} on.", "the same command with --prompts FILE.jsonl")
+    where = pick_device(device)
+    found = fetch_config(model)
+    recipe = default_recipe(model, family_of(found.config, model).model_type)
+    settings = recipe.evaluate
+    wanted = asked.requests or settings.requests
+    prompt_tokens = asked.prompt_tokens or settings.prompt_tokens
+    new_tokens = asked.new_tokens or settings.new_tokens
+    _check_positions(model, found.config, prompt_tokens + new_tokens)
+    change = find_delta(delta) if delta is not None else None
+    checkpoint = resolve(found)
+    applied = change is not None and change.is_applied(checkpoint)
+    tokenizer = load_tokenizer(checkpoint)
+    texts, source = load_prompts(model, prompts, recipe, tokenizer)
+    if change is not None and len(texts) > len(source.heldout):
+        note("Note: the gates may have been trained on some of these texts; held-out ones say more")
+    if asked.seed:
+        Random(asked.seed).shuffle(texts)
+    steps = new_tokens + 1  # as in eval, so that the requests are the same: the last token is never fed
+    if asked.greedy:
+        starts, forced = cut_prompts(texts, wanted, prompt_tokens, steps, end=tokenizer.eos_token_id), None
+    else:
+        cut = cut_requests(texts, wanted, prompt_tokens, steps, options=LENGTH_OPTIONS)
+        starts, forced = list(cut.prompts_RP), cut.continuations_RS[:, :-1]
+    if len(starts) < wanted:
+        note(f"Note: the texts hold {len(starts)} of the {wanted} requests asked for")
+    layers = experts_on_disk(checkpoint)
+    tokens = sum(map(len, starts)) + len(starts) * new_tokens
+    scores = layers[0].n_experts if asked.probabilities else 0
+    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores))
+    dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
+    loaded = load_resident(checkpoint, dtype, where)
+    if change is not None and not applied:
+        put(loaded, gates_for(gate_disk_names(loaded, checkpoint), change))
+    provenance = {
+        "model": checkpoint.id, "revision": checkpoint.commit, "delta": delta,
+        "delta_recipe": change.recipe if change else None, "data": source.source, "data_sha256": source.sha256,
+        "seed": asked.seed, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,
+        "layers": [layer.layer for layer in layers], "expert_bytes": _expert_bytes(layers),
+        "device": where, "dtype": str(dtype).removeprefix("torch."), "remoe": __version__,
+    }  # fmt: skip
+    begin = time.monotonic()
+    with progress("greedy decode" if asked.greedy else "forced decode", tokens) as bar:
+
+        def show(done: int) -> None:
+            bar.update(done, f"  {done / max(time.monotonic() - begin, 1e-3):,.0f} tokens/s")
+
+        decoded = decode(
+            loaded, find_gates(loaded), starts, new_tokens, forced, prefill=True, probabilities=asked.probabilities,
+            provenance=provenance, on_tokens=show,
+        )  # fmt: skip
+    trace = decoded.trace
+    if asked.greedy:
+        trace = replace(trace, provenance={**trace.provenance, **_repetition(decoded.ids_RS.tolist())})
+    return _written(trace, out)
+
+
+def import_trace(file: Path, out: Path, *, format: str | None, n_experts: int | None) -> dict[str, Any]:
+    """Writes a trace of another tool as one of remoe; what is in it, as `facts`. Raises TraceError, UsageError, RunError."""
+    if format is not None and format not in IMPORTS:
+        raise UsageError(
+            f"there is no format {format!r}; allowed: {', '.join(IMPORTS)}.",
+            f"remoe trace import {shlex.quote(str(file))} -o {shlex.quote(str(out))}",
+        )
+    if n_experts is not None and n_experts < 1:
+        raise UsageError(f"--experts is at least 1, not {n_experts}.", "the same command without --experts")
+    _check_out(out)
+    return _written(read_foreign(file, format, n_experts), out)
+
+
+def facts(path: Path, trace: RoutingTrace, size: int) -> dict[str, Any]:
+    """What a trace file of `size` bytes holds; eor: of its decode tokens, None where none has another before it."""
+    decoded = trace.decode()
+    overlap = locality.overlap(decoded)
+    return {
+        "trace": str(path), "bytes": size, "requests": trace.n_requests,
+        "prefill_tokens": trace.n_tokens - decoded.n_tokens, "decode_tokens": decoded.n_tokens,
+        "layers": trace.n_layers, "n_experts": trace.n_experts, "top_k": trace.top_k,
+        "eor": metrics.ratio(float(overlap[0].sum()), float(overlap[1].sum())),
+        "holds": ["ids", *(name for name in FLOATS if getattr(trace, name) is not None)],
+        "provenance": trace.provenance,
+    }  # fmt: skip
+
+
+def summary(done: dict[str, Any]) -> str:
+    """facts for a person, and the next command."""
+    k, most = done["top_k"], done["n_experts"]
+    sizes = ",".join(str(size) for size in sorted({min(size, most) for size in (k, k + 2, 2 * k)}))
+    eor = "n/a" if done["eor"] is None else f"{done['eor']:.4f}"
+    about = done["provenance"]
+    lines = [
+        f"{done['trace']}: {_several(done['requests'], 'request')}, {done['prefill_tokens']:,} prefill and {done['decode_tokens']:,} "
+        f"decode tokens; {_several(done['layers'], 'MoE layer')}, top-{k} of {most}; {done['bytes']:,} bytes",
+        f"Holds {', '.join(done['holds'])}; {about.get('kind')}, EOR {eor} (decode)",
+    ]
+    if about.get("distinct_4") is not None:
+        lines.append(
+            f"Greedy text: distinct-4 {about['distinct_4']:.3f}, repetition {about['repetition']:.3f} "
+            "(a model that loops fakes reuse)"
+        )
+    if about.get("accounting"):
+        rules = ", ".join(f"{key} {value}" for key, value in about["accounting"].items())
+        lines.append(f"Its published figures were counted with: {rules}")
+    if about.get("filled"):
+        lines.append(
+            f"MoE layer {', '.join(map(str, about['filled']))} served only the last token of the prompt; it stands in for the others"
+        )
+    lines.append(f"Next: remoe replay {shlex.quote(done['trace'])} --cache {sizes} --policy all")
+    return "\n".join(lines)
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def _written(trace: RoutingTrace, out: Path) -> dict[str, Any]:
+    atomic.make_folder(out.parent)
+    return facts(out, trace, write(trace, out))
+
+
+def _check(asked: Asked) -> None:
+    for option, value in (
+        ("--requests", asked.requests),
+        ("--prompt-tokens", asked.prompt_tokens),
+        ("--new-tokens", asked.new_tokens),
+    ):
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is at least 1, not {value}.", EXAMPLE)
+    if asked.seed < 0:
+        raise UsageError(f"--seed is at least 0, not {asked.seed}.", EXAMPLE)
+
+
+def _check_out(out: Path) -> None:
+    if out.is_dir():
+        raise RunError(
+            f"{out} is a folder; -o takes the name of a file.", f"the same command with -o {out / 't.trace'}"
+        )
+    if out.exists():
+        raise RunError(f"{out} exists; nothing was written.", "the same command with another -o")
+    atomic.check_writable(out.absolute().parent)
+
+
+def _check_room(out: Path, needed: int) -> None:
+    place = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise RunError(
+            f"the trace needs {needed / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB free.",
+            "the same command with fewer --requests, or -o on another disk",
+        )
+
+
+def _check_positions(model: str, config: dict, tokens: int) -> None:
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and tokens > longest:
+        raise UsageError(
+            f"a request of {tokens} tokens is longer than the {longest} that {model} was made for.",
+            "the same command with smaller --prompt-tokens and --new-tokens",
+        )
+
+
+def _expert_bytes(layers: Any) -> int | None:
+    """None where experts differ in size: the replay then counts loads alone."""
+    from remoe_cli.offload.store import one_expert_bytes
+
+    try:
+        return one_expert_bytes(layers)
+    except FamilyError:
+        return None
+
+
+def _repetition(texts: list[list[int]]) -> dict[str, float | None]:
+    """Means over the requests."""
+
+    def mean(values: list[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    return {
+        "distinct_4": mean([metrics.distinct_n(ids, 4) for ids in texts]),
+        "repetition": mean([metrics.repetition_rate(ids) for ids in texts]),
+    }
