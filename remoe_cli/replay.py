@@ -157,8 +157,11 @@ class _Bench:
         """Why a cell can't be replayed."""
         if (missing := lacks(key.policy, trace, self.fit)) is not None:
             return missing
-        if self.rules["step"] == "sequential" and "probabilities" in choose(key.policy).policy.needs:
-            return "it follows whole tokens, and --step sequential has none"
+        if "probabilities" in choose(key.policy).policy.needs:
+            if self.rules["step"] == "sequential":
+                return "it follows whole tokens, and --step sequential has none"
+            if self.rules["warm"] == "batch":
+                return "it follows single tokens, and --warm batch serves prompts whole"
         return self.slots[key.admission, key.capacity].reason
 
     def replay(self, trace: RoutingTrace, key: Key) -> Replay:
@@ -183,7 +186,8 @@ def _slots(
         each = equal_memory(capacity, trace.n_layers, trace.top_k, form) if pays else [capacity] * trace.n_layers
         if budgets is not None:
             shared = {name: rules[name] for name in ("touch_order", "reset")}
-            each = fit_budgets(budgets, sum(each), **shared)
+            least = min(trace.top_k, *each)  # below K a layer could not run on a decoder
+            each = fit_budgets(budgets, sum(each), least=least, **shared)
     except CacheError as error:
         return _Slots(None, error.message)
     return _Slots([int(slots) for slots in each])

@@ -159,9 +159,20 @@ def test_a_pool_and_fitted_budgets(remoe, trace, file, tmp_path):
     write(other, tmp_path / "other.trace")
     got = result(remoe(*quick, "--budgets", "other.trace"))
     slots = got["slots"][0]["layers"]
-    assert slots == fit_budgets(other, LAYERS * 3) != fit_budgets(trace, LAYERS * 3)
+    least = min(trace.top_k, 3)
+    assert slots == fit_budgets(other, LAYERS * 3, least=least) != fit_budgets(trace, LAYERS * 3, least=least)
+    assert min(slots) >= least
     assert sum(slots) == LAYERS * 3 == got["cells"][0]["slots"]
     assert got["cells"][0]["misses"] == replay(trace, "lru", slots, engine="python").misses
+
+
+def test_policies_that_follow_single_tokens_are_na_where_there_are_none(remoe, tmp_path):
+    write(random_trace(probabilities=np.full((36, LAYERS, EXPERTS), 1 / EXPERTS)), tmp_path / "full.trace")
+    quick = ("replay", "full.trace", "--cache", "3", "--policy", "lru,decayed", "--admission", "forced", "--json")
+    for rule in (("--step", "sequential"), ("--warm", "batch")):
+        got = result(remoe(*quick, *rule))
+        assert [cell["policy"] for cell in got["cells"]] == ["lru"]
+        assert rule[1] in got["unavailable"][0]["reason"]
 
 
 @pytest.mark.parametrize(

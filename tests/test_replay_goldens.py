@@ -80,6 +80,21 @@ def test_cacheable_by_design_belady(shared, admission, ratio):
     assert got.hit_ratio > published  # theirs may evict what the token still needs
 
 
+@pytest.mark.parametrize("fraction", ["0.125", "0.25", "0.5"])
+@pytest.mark.parametrize("run", ["a-main-s1", "b-main-s1"])
+def test_cacheable_by_design_belady_is_not_optimal(shared, run, fraction):
+    """Theirs skips next uses inside a token and may evict what the token still needs."""
+    folder = shared(f"data/traces/cacheable-by-design/{run}")
+    published = json.loads((folder / "metrics.json").read_text())["domains"]["code"]["hit"][fraction]["belady"]
+    trace = cacheable_by_design(folder / "trace_code.npz")
+    rules = {"step": "sequential", "reset": "never", "touch_order": "listed"}
+    forced, bypass = (
+        replay(trace, "belady", int(float(fraction) * 16), admission=admission, **rules).hit_ratio
+        for admission in ("forced", "bypass")
+    )
+    assert published <= forced <= bypass
+
+
 @pytest.mark.parametrize("run", ["a-main-s1", "b-main-s1"])
 def test_cacheable_by_design_reuse_is_eor(shared, run):
     folder = shared(f"data/traces/cacheable-by-design/{run}")
