@@ -219,7 +219,7 @@ decoder, or was fitted on another trace.
 
 
 def digest(title: str, report: dict[str, Any]) -> str:
-    """One row a cache size. Left: what the best causal cell leaves of the way to Belady with bypass."""
+    """One row a cache size. Left: from the best causal cell to Belady with bypass on the same trace."""
     found = cells_of(report)
     lines = []
     for size in report["capacities"]:
@@ -238,7 +238,7 @@ def digest(title: str, report: dict[str, Any]) -> str:
             found["belady", "forced", size]["gap_closed"],
         ]
         shown = " | ".join(f"{name} {100 * gap:.0f}%" for name, gap in best.values())
-        left = 1 - max(gap for _, gap in best.values())
+        left = found["belady", "bypass", size]["gap_closed"] - max(gap for _, gap in best.values())
         lines.append(
             f"| {title} | {size} | {shown} | {' | '.join(f'{100 * gap:.0f}%' for gap in oracles)} | {100 * left:.0f}% |"
         )

@@ -1,5 +1,9 @@
 """Every mistake a user can make, as one small tree. Each error carries the next command to run."""
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RemoeError(Exception):
     """message: what was wrong and what is allowed, in one line. hint: the next command to run."""
@@ -12,7 +16,7 @@ class RemoeError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} Try: {self.hint}"
+        return f"{self.message}{'' if self.message.endswith(('.', '!', '?', ':')) else '.'} Try: {self.hint}"
 
 
 class UsageError(RemoeError):
@@ -59,3 +63,24 @@ class CacheError(RemoeError):
 
 class TrainingError(RemoeError):
     """Training stopped by itself: a loss that is not finite."""
+
+
+def command(*words: object, **options: object) -> str:
+    """`remoe WORDS --option VALUE ...`, quoted for a shell. Options that are None or False are left out, True stands
+    alone; one letter takes one dash."""
+    parts = ["remoe", *map(str, words)]
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        parts.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
+        parts += [] if value is True else [str(value)]
+    return shlex.join(parts)
+
+
+@contextmanager
+def instead(hint: str) -> Iterator[None]:
+    """Errors of the block keep their message and get this next command."""
+    try:
+        yield
+    except RemoeError as error:
+        raise type(error)(error.message, hint) from None

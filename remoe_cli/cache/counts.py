@@ -20,7 +20,7 @@ class Replay:
     count includes it. request_*: [R] int64, the same counts of each request; request_loads: [R, L]
     int64, misses + proactive. token_misses: [T] int32, of each decode token. slots: over all layers (bytes, of a pool in
     bytes); staging: experts that must fit beside them, in one buffer that the layers share.
-    Source: objectives-and-metrics.md, section 4.
+    Defined in docs/replay.md.
     """
 
     tokens: int
@@ -64,32 +64,28 @@ class Counts:
         self._misses_R = np.zeros(trace.n_requests, np.int64)
         self._evictions = 0
 
-    def add(self, layers: slice, runs: np.ndarray, missed, request_misses, totals, lengths) -> None:
-        """What came of the runs of one cache over `layers`. missed [tokens, layers], request_misses [R, layers], totals
-        [evictions, proactive]; lengths: [tokens, layers] accesses, or None where each is K."""
+    def add(self, layers: slice, runs: np.ndarray, missed, request_misses, evictions: int, ahead_L, lengths) -> None:
+        """What came of the runs of one cache over `layers`. missed [tokens, layers], request_misses [R, layers]; ahead_L:
+        loads ahead of need at the start of each run; lengths: [tokens, layers] accesses, or None where each is K."""
         starts, tokens = self._plan.owner_N[runs[:-1]], slice(runs[0], runs[-1])
-        n_layers = missed.shape[1]
-        ahead = int(totals[1]) // len(starts)
+        times_R = np.bincount(starts, minlength=len(self._loads_RL))
         with self._lock:
-            for column in range(n_layers):
+            for column in range(missed.shape[1]):
                 self._misses_N[tokens] += missed[:, column]
             if lengths is not None:
                 if self._accesses_N is None:
                     self._accesses_N = np.zeros(self._plan.n_tokens, np.int64)
                 self._accesses_N[tokens] += lengths.sum(axis=1)
-            self._loads_RL[:, layers] += request_misses
+            self._loads_RL[:, layers] += request_misses + times_R[:, None] * ahead_L
             self._misses_R += request_misses.sum(axis=1)
-            self._evictions += int(totals[0])
-            np.add.at(self._proactive_R, starts, ahead)
-            self._loads_RL[:, layers] += np.bincount(starts, minlength=len(self._loads_RL))[:, None] * (
-                ahead // n_layers
-            )
-            np.add.at(self._loads_RL, (starts, layers.start), ahead % n_layers)
+            self._proactive_R += times_R * int(ahead_L.sum())
+            self._evictions += evictions
 
     def replay(self, slots: int, staging: int) -> Replay:
         trace, plan = self._trace, self._plan
         decoded = [~trace.prefill[low:high] for low, high in zip(trace.borders, trace.borders[1:])]
         tokens = np.array([np.count_nonzero(one) for one in decoded], np.int64)
+        rows = plan.counted(plan.tokens_N) if len(plan.tokens_N) else plan.tokens_N
         accesses, misses_N = tokens * trace.n_layers * trace.top_k, plan.counted(self._misses_N)
         total = plan.n_tokens * trace.n_layers * trace.top_k
         if self._accesses_N is not None:
@@ -111,7 +107,7 @@ class Counts:
             request_misses=self._misses_R,
             request_proactive=self._proactive_R,
             request_loads=self._loads_RL,
-            token_misses=misses_N,
+            token_misses=misses_N if not len(rows) else misses_N[np.argsort(rows, kind="stable")],
             slots=slots,
             staging=staging,
         )

@@ -24,15 +24,16 @@ def lru_curve(
     The residents of C slots are always the C last touched, so a step's hits are its experts at depth < C of one stack that
     serves all sizes. Options as of replay. Raises CacheError for a trace without a decode token.
     """
+    from remoe_cli.cache.kernel import frozen
     from remoe_cli.cache.stack import depths
 
     plan = schedule(trace, "cold", reset, 1)
-    experts = np.ascontiguousarray(trace.experts)
+    experts, tokens, runs = frozen(np.ascontiguousarray(trace.experts)), frozen(plan.tokens_N), frozen(plan.runs)
 
     def work(layer: int) -> np.ndarray:
         seen = np.zeros(trace.n_experts + 1, np.int64)
         backwards, sequential = touch_order == "weight", step == "sequential"
-        depths(experts, plan.tokens_N, backwards, sequential, plan.runs, layer, trace.n_experts, seen)
+        depths(experts, tokens, backwards, sequential, runs, layer, trace.n_experts, seen)
         return np.concatenate([[0], np.cumsum(seen[:-1])])
 
     executor = ThreadPoolExecutor(threads or os.cpu_count() or 1)

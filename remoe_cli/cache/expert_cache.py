@@ -37,11 +37,11 @@ class ExpertCache:
     admission: "forced": the experts of a step are protected until it is over and stay at least until the next one; a step
     that touches more than fit leaves the last touched, whatever the policy. "bypass": after a step the cache keeps the
     best of residents and touched alike, so that an expert just used may leave at once.
-    future: for an oracle, the id of every access to come. fit: [n_layers * n_experts] uses in the fitted trace, if any.
+    future: for an oracle, the id of every access to come, ~id where its hit would not count. fit: [n_layers * n_experts] uses in the fitted trace, if any.
     sizes: by id; capacity is then in their unit, and forced admission may exceed it by the experts of one step.
 
     Counters, in experts, since construction or reset: hits, misses, evictions, proactive.
-    Source: objectives-and-metrics.md, section 5. Raises CacheError for a capacity below 1, an unknown policy or admission,
+    Rules: docs/replay.md. Raises CacheError for a capacity below 1, an unknown policy or admission,
     or an oracle without a future.
     """
 
@@ -197,11 +197,12 @@ class ExpertCache:
 
 
 def _next_use(future: Sequence[int], n_ids: int) -> tuple[list[int], list[int]]:
-    """The accesses to come, and for each the place of the next one of the same id; without one, after all places."""
-    accesses = [*future]
+    """The ids to come, and for each the place of the next access of it that counts; without one, after all places."""
+    ids = [max(one, ~one) for one in future]
     upcoming: dict[int, int] = {}
-    next_use = [0] * len(accesses)
-    for place in range(len(accesses) - 1, -1, -1):
-        next_use[place] = upcoming.get(accesses[place], len(accesses) + accesses[place])
-        upcoming[accesses[place]] = place
-    return accesses, next_use
+    next_use = [0] * len(ids)
+    for place in range(len(ids) - 1, -1, -1):
+        next_use[place] = upcoming.get(ids[place], len(ids) + ids[place])
+        if future[place] >= 0:
+            upcoming[ids[place]] = place
+    return ids, next_use

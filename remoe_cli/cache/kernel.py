@@ -6,21 +6,25 @@ compiling (about half a second each) is paid once. A changed policy file is noti
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import sys
 import time
 from collections.abc import Callable
 from functools import cache
+from importlib.util import resolve_name
 from typing import Any
 
-import numba
 import numpy as np
 from numba.extending import register_jitable
 
 from remoe_cli.cache import policy as contract
+from remoe_cli.cache.compiled import compiled
 from remoe_cli.cache.expert_cache import NOTHING_PROTECTED
 from remoe_cli.cache.policy import Memory, Policy
+
+KNOWN = {*sys.stdlib_module_names, "numpy", "numba"}  # packages whose texts do not change between runs
 
 
 @cache
@@ -36,10 +40,7 @@ def kernel(policy: Policy) -> Callable[..., None]:
     serve = _build(
         start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp or 0
     )  # fmt: skip
-    try:
-        return numba.njit(serve, nogil=True, cache=stamp is not None)
-    except RuntimeError:  # no folder to keep it in
-        return numba.njit(serve, nogil=True)
+    return compiled(serve, keep=stamp is not None)
 
 
 @cache
@@ -48,14 +49,29 @@ def prepare(policy: Policy) -> float | None:
     first."""
     start = time.perf_counter()
     serve: Any = kernel(policy)
-    nothing, halves = np.empty(0, np.int64), np.empty((0, 0, 0), np.uint16)
+    nothing, none_of, bits = (
+        frozen(np.empty(0, np.int64)),
+        frozen(np.empty(0, np.int32)),
+        np.empty((0, 0, 0), np.uint16),
+    )
+    experts, ids, uncounted = frozen(np.empty((0, 1, 1), np.int16)), frozen(np.empty(0, np.int16)), np.empty(0, bool)
+    runs, where = frozen(np.zeros(1, np.int64)), (experts, none_of, True)
+    if "future" in policy.needs:
+        next_use(*where, ids, nothing, runs, frozen(uncounted), 0, 1, 1, np.empty(0, np.int32))
     serve(
-        arrays(1, 1, 1, [0.0], [0.0]), np.empty((0, 1, 1), np.int16), np.empty(0, np.int32), True, False,
-        np.empty(0, np.int16), nothing, halves, halves, halves_as_floats(), np.empty(0, np.int32), np.zeros(1, np.int64),
-        np.empty(0, np.int32), np.empty(0, bool), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16),
-        np.zeros((0, 1), np.int64), np.zeros(2, np.int64),
+        arrays(1, 1, 1, [0.0], [0.0]), *where, False, ids, nothing, frozen(bits), frozen(bits), halves_as_floats(), none_of,
+        runs, none_of, frozen(uncounted), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16),
+        np.zeros((0, 1), np.int64), np.zeros(1, np.int64),
     )  # fmt: skip
     return None if serve.stats.cache_hits else time.perf_counter() - start
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """A read-only view. What kernels only read is handed to them so, that a mapped file and an array of one's own have one
+    type and are compiled for once."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @cache
@@ -64,14 +80,28 @@ def _jitable(hook: Callable) -> Callable:
 
 
 def _stamp(hooks: list[Callable]) -> int | None:
-    """A hash of the texts that the hooks come from; None where one has no text, as in a notebook."""
-    text = hashlib.sha256()
-    for module in sorted({hook.__module__ for hook in hooks}):
+    """A hash of the texts that the hooks come from, with all that these import of the same kind; None where one has no
+    text, as in a notebook."""
+    texts: dict[str, str] = {}
+    waiting = [hook.__module__ for hook in hooks]
+    while waiting:
+        name = waiting.pop()
+        if name in texts or name.partition(".")[0] in KNOWN or name not in sys.modules:
+            continue
         try:
-            text.update(inspect.getsource(sys.modules[module]).encode())
-        except (OSError, TypeError, KeyError):
+            texts[name] = inspect.getsource(sys.modules[name])
+        except (OSError, TypeError):
             return None
-    return int(text.hexdigest()[:12], 16)
+        for node in ast.walk(ast.parse(texts[name])):
+            if isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                package = sys.modules[name].__package__ or ""
+                base = (
+                    resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module or ""
+                )
+                waiting += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+    return int(hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:12], 16)
 
 
 def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp):
@@ -99,7 +129,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         forced: bool,
         missed: np.ndarray,
         request_misses: np.ndarray,
-        totals: np.ndarray,
+        evictions: np.ndarray,
     ) -> None:
         """Serves some runs of N tokens through one cache of m.now[2] layers from first_layer on, with a reset at the start of
         each run.
@@ -110,8 +140,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         weights: [T, L, K], scores: [T, L, E], both float16 as uint16 for `floats`, or empty. ahead: next uses in service
         order, or empty. runs: their borders. owner: [N]. uncounted: [N] bool, or empty. sizes: [ids], or empty for
         slots; slots_at_least: as many surely fit.
-        Adds to missed [tokens of these runs, layers], request_misses [R, layers] (counted tokens), totals [evictions in counted tokens,
-        proactive].
+        Adds to missed [tokens of these runs, layers], and of counted tokens to request_misses [R, layers] and evictions [1].
         """
         version = stamp  # a changed policy must not be served from the disk cache
         end = len(m.last) - 1
@@ -150,7 +179,6 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                 slots[held] = expert
                 held += 1
                 used += sizes[expert] if sized else 1
-            totals[1] += len(preload)
             start(m, slots_at_least)
             for token in range(runs[run], runs[run + 1]):
                 count = len(uncounted) == 0 or not uncounted[token]
@@ -199,7 +227,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                         missed[token - runs[0], layer] += misses
                         if count:
                             request_misses[owner[token], layer] += misses
-                        if fill_first and token == runs[run]:
+                        if fill_first and token == runs[run] and not count and not sized:
                             # the layer's share of free slots, by the top of the scores
                             own = 0
                             for expert in range(base, base + n_experts):
@@ -290,14 +318,14 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                             used -= sizes[leaving] if sized else 1
                             leave(m, leaving)
                             if count and entered[leaving] != step:
-                                totals[0] += 1
+                                evictions[0] += 1
         if version < 0:
-            totals[0] = 0
+            evictions[0] = 0
 
     return serve
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def next_use(
     experts: np.ndarray,
     tokens: np.ndarray,
@@ -305,13 +333,14 @@ def next_use(
     ids: np.ndarray,
     offsets: np.ndarray,
     runs: np.ndarray,
+    uncounted: np.ndarray,
     first_layer: int,
     layers: int,
     n_experts: int,
     ahead: np.ndarray,
 ) -> None:
-    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run; without one,
-    after all places. The other arguments are the kernel's."""
+    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run that counts;
+    without one, after all places. The other arguments are the kernel's."""
     top_k = experts.shape[2]
     end = len(ahead)
     access = end
@@ -334,13 +363,14 @@ def next_use(
                         )
                     access -= 1
                     ahead[access] = upcoming[expert]
-                    upcoming[expert] = access
+                    if len(uncounted) == 0 or not uncounted[token]:
+                        upcoming[expert] = access
 
 
 @cache
 def halves_as_floats() -> np.ndarray:
     """[65536] float32: the value of each float16, by its bits; numba has no float16 on a CPU."""
-    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    return frozen(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
 
 
 def arrays(n_ids: int, n_layers: int, n_experts: int, constants: list[float], fit: Any) -> Memory:

@@ -22,8 +22,8 @@ class Memory(NamedTuple):
     last: clock of the last touch, unique and rising, 0 for never; the engine sets it after `touch`. Read only.
     count, stamp, state, link: int64, score: float64: the policy's own, 0 after a reset.
     fit: float64, how often the fitted trace used each id; 0 without one. Read only.
-    now: int64 [4], read only: tokens served before this one since the reset, this step's layer, layers in this cache (1
-    without a pool), experts a layer.
+    now: int64 [4], read only: tokens served before this one since the reset (one access at a time: accesses // layers),
+    this step's layer, layers in this cache (1 without a pool), experts a layer.
     reg: int64 [8], the policy's own registers, 0 after a reset.
     table: float64, what `Policy.table` returned. Read only.
     """
@@ -83,7 +83,8 @@ class Policy:
     capacity in slots (of a cache in bytes, as many as surely fit).
     table(parameter): constants, made once in plain Python; without one, the parameter alone.
     needs: what a trace must offer, of NEEDS; a policy that needs "future" can't serve a running decoder.
-    parameter: the default of NAME:PARAMETER, None where it takes none; allowed: its closed range.
+    parameter: the default of NAME:PARAMETER, None where it takes none; allowed: its closed range; whole:
+    whether only whole numbers are.
     preload: the experts of highest `fit` are resident from the start, each a proactive load.
     fill: with warm="prefill" free slots are filled by the top of the first observed scores, free of charge.
     """
@@ -100,6 +101,7 @@ class Policy:
     needs: tuple[str, ...] = ()
     parameter: float | None = None
     allowed: tuple[float, float] = (-math.inf, math.inf)
+    whole: bool = False
     preload: bool = False
     fill: bool = False
 

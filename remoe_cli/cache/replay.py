@@ -70,6 +70,7 @@ def replay(
     pool: bool | str = False,
     sessions: int = 1,
     fit: RoutingTrace | None = None,
+    expert_bytes: int | Sequence[int] | None = None,
     engine: str = "compiled",
     threads: int | None = None,
 ) -> Replay:
@@ -84,8 +85,8 @@ def replay(
     warm: "cold": prompts do not touch the cache; "prefill": they go through it first, token by token; "carry": the cache lives
     on from request to request (as reset="never"); "batch": a prompt goes through it as one step a layer.
     sessions: so many requests at a time take turns, token by token; only where the cache lives on.
-    pool: one cache of capacity x layers slots for all layers; "bytes": capacity is its size in bytes, and
-    trace.provenance["expert_bytes"] says how large an expert of each layer is.
+    pool: one cache of capacity x layers slots for all layers; "bytes": capacity is its size in bytes.
+    expert_bytes: of an expert, or of one of each layer, for a pool in bytes; None: as the trace's provenance says.
     fit: the trace that a `static` cache is fitted on; an oracle of that kind takes this trace itself.
     engine: "python" is the slow reference: the same counts. threads: at most so many; all cores by default.
 
@@ -123,7 +124,8 @@ def replay(
         prepare(policy)
     fitted = trace if {"future", "fit"} <= {*needs} else fit
     threads = threads or os.cpu_count() or 1
-    units = _units(trace, plan, capacity, pool, fitted, threads)
+    sizes = _sizes(trace, expert_bytes) if pool == "bytes" else np.empty(0, np.int64)
+    units = _units(trace, plan, capacity, pool, sizes, fitted, threads)
     scratch = SimpleQueue[np.ndarray]()
     workers = min(len(units), threads)
     if "future" in needs:
@@ -152,7 +154,12 @@ def replay(
 
 def prepare(policy: str) -> float | None:
     """Compiles the kernel of a policy, or loads it from disk: the seconds of compiling, None where it was there already."""
-    from remoe_cli.cache.kernel import prepare
+    try:
+        from remoe_cli.cache.kernel import prepare
+    except ImportError as error:
+        raise CacheError(
+            f"replay is compiled by numba, which cannot be loaded here ({error})", "pip install -U numba"
+        ) from None
 
     return prepare(choose(policy).policy)
 
@@ -162,6 +169,7 @@ def _units(
     plan: Schedule,
     capacity: int | Sequence[int],
     pool: bool | str,
+    sizes: np.ndarray,
     fitted: RoutingTrace | None,
     threads: int,
 ) -> list[_Unit]:
@@ -180,12 +188,7 @@ def _units(
                 HINT,
             )
         fit = fitted.decode().uses().astype(np.float64)
-    sizes, everything = np.empty(0, np.int64), slice(0, trace.n_layers)
-    if pool == "bytes":
-        by_layer = np.broadcast_to(np.asarray(trace.provenance.get("expert_bytes", 0), np.int64), trace.n_layers)
-        if by_layer.min() < 1:
-            raise CacheError("a pool in bytes needs the trace to say how large an expert is (expert_bytes)", HINT)
-        sizes = np.repeat(by_layer, trace.n_experts)
+    everything = slice(0, trace.n_layers)
     runs = plan.runs
     whole = [_Unit(slice(layer, layer + 1), runs, int(slots), sizes, fit[layer]) for layer, slots in enumerate(each)]
     if pool:
@@ -193,6 +196,15 @@ def _units(
     parts = min(len(runs) - 1, -(-2 * threads // len(whole)))
     cuts = np.linspace(0, len(runs) - 1, parts + 1).astype(int)
     return [unit._replace(runs=runs[low : high + 1]) for unit in whole for low, high in zip(cuts, cuts[1:])]
+
+
+def _sizes(trace: RoutingTrace, expert_bytes: int | Sequence[int] | None) -> np.ndarray:
+    """[L * E] bytes of each expert of a pool."""
+    given = trace.provenance.get("expert_bytes") if expert_bytes is None else expert_bytes
+    by_layer = np.atleast_1d(np.asarray(given if given is not None else 0))
+    if by_layer.dtype.kind not in "iu" or by_layer.min() < 1 or by_layer.shape not in ((1,), (trace.n_layers,)):
+        raise CacheError("a pool in bytes needs the bytes of an expert, one whole number or one for each layer", HINT)
+    return np.repeat(np.broadcast_to(by_layer.astype(np.int64), trace.n_layers), trace.n_experts)
 
 
 def _preload(chosen: Chosen, unit: _Unit) -> np.ndarray:
@@ -205,36 +217,39 @@ def _preload(chosen: Chosen, unit: _Unit) -> np.ndarray:
 
 
 def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
-    from remoe_cli.cache.kernel import arrays, halves_as_floats, kernel, next_use
+    from remoe_cli.cache.kernel import arrays, frozen, halves_as_floats, kernel, next_use
 
-    trace, plan, needs, n_layers = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers
+    trace, plan, needs, n_layers, first = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers, unit.layers.start
     ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), trace.weights
     if job.batched:
         ids, batch_weights, offsets = batches(trace, plan, unit.layers, job.backwards)
         weights = batch_weights[None, None]
     missed = np.zeros((unit.n_tokens, n_layers), np.uint16)
-    request_misses, totals = np.zeros((trace.n_requests, n_layers), np.int64), np.zeros(2, np.int64)
+    request_misses, evictions = np.zeros((trace.n_requests, n_layers), np.int64), np.zeros(1, np.int64)
+    preload = _preload(job.chosen, unit)
+    where = frozen(job.experts), frozen(plan.tokens_N), job.backwards
+    listed, runs, uncounted = (frozen(ids), frozen(offsets)), frozen(unit.runs), frozen(plan.uncounted_N)
     scratch = job.scratch.get() if "future" in needs else np.empty(0, np.int32)
     try:
         ahead = scratch[: unit.n_tokens * n_layers * trace.top_k]
         if job.batched:
             ahead = scratch[: offsets[unit.runs[-1] * n_layers] - offsets[unit.runs[0] * n_layers]]
         if "future" in needs:
-            where = job.experts, plan.tokens_N, job.backwards, ids, offsets, unit.runs, unit.layers.start, n_layers
-            next_use(*where, trace.n_experts, ahead)
+            next_use(*where, *listed, runs, uncounted, first, n_layers, trace.n_experts, ahead)
         kernel(job.chosen.policy)(
             arrays(len(unit.fit), n_layers, trace.n_experts, job.chosen.constants, unit.fit),
-            job.experts, plan.tokens_N, job.backwards, job.sequential, ids, offsets,
-            _bits(weights if "weights" in needs else None), _bits(trace.probabilities if "probabilities" in needs else None),
-            halves_as_floats(), ahead, unit.runs, plan.owner_N, plan.uncounted_N, job.fill, unit.layers.start, unit.capacity,
-            unit.slots_at_least, unit.sizes, _preload(job.chosen, unit), job.forced, missed, request_misses, totals,
+            *where, job.sequential, *listed, frozen(_bits(weights if "weights" in needs else None)),
+            frozen(_bits(trace.probabilities if "probabilities" in needs else None)), halves_as_floats(), frozen(ahead), runs,
+            frozen(plan.owner_N), uncounted, job.fill, first, unit.capacity, unit.slots_at_least, frozen(unit.sizes),
+            frozen(preload), job.forced, missed, request_misses, evictions,
         )  # fmt: skip
     finally:
         job.scratch.put(scratch)
     lengths = None
     if job.batched:
         lengths = np.diff(offsets).reshape(-1, n_layers)[unit.runs[0] : unit.runs[-1]]
-    counts.add(unit.layers, unit.runs, missed, request_misses, totals, lengths)
+    ahead_L = np.bincount(preload // trace.n_experts, minlength=n_layers)
+    counts.add(unit.layers, unit.runs, missed, request_misses, int(evictions[0]), ahead_L, lengths)
 
 
 def _bits(halves: np.ndarray | None) -> np.ndarray:
@@ -247,25 +262,26 @@ def _plain(job: _Job, unit: _Unit, counts: Counts) -> None:
     found = batches(trace, plan, unit.layers, job.backwards) if job.batched else None
     missed = np.zeros((unit.n_tokens, unit.n_layers), np.uint16)
     lengths = np.zeros((unit.n_tokens, unit.n_layers), np.int64)
-    request_misses, totals = np.zeros((trace.n_requests, unit.n_layers), np.int64), np.zeros(2, np.int64)
+    request_misses, ahead_L = np.zeros((trace.n_requests, unit.n_layers), np.int64), np.zeros(unit.n_layers, np.int64)
+    evictions = 0
     for low, high in zip(unit.runs.tolist(), unit.runs[1:].tolist()):
         steps = [step for token in range(low, high) for step in _steps(job, unit, token, found)]
         cache = ExpertCache(
             unit.capacity, name, n_experts=trace.n_experts, admission="forced" if job.forced else "bypass",
-            n_layers=unit.n_layers, future=[one for step in steps for one in step.ids], fit=unit.fit.tolist(),
+            n_layers=unit.n_layers, future=[one for step in steps for one in step.future], fit=unit.fit.tolist(),
             sizes=unit.sizes.tolist() if len(unit.sizes) else None,
         )  # fmt: skip
-        totals[1] += cache.proactive
-        for token, layer, ids, weights, scores in steps:
+        ahead_L = np.bincount([one // trace.n_experts for one in cache.resident], minlength=unit.n_layers)
+        for token, layer, ids, weights, scores, counted in steps:
             done = cache.step(ids, weights, scores, layer=layer)
             missed[token - unit.runs[0], layer] += len(done.misses)
             lengths[token - unit.runs[0], layer] += len(ids)
-            if not (len(plan.uncounted_N) and plan.uncounted_N[token]):
+            if counted:
                 request_misses[plan.owner_N[token], layer] += len(done.misses)
-                totals[0] += len(done.evicted)
-            if job.fill and token == low and scores is not None:
+                evictions += len(done.evicted)
+            elif job.fill and token == low and scores is not None and not len(unit.sizes):
                 cache.fill(scores, layer)
-    counts.add(unit.layers, unit.runs, missed, request_misses, totals, lengths)
+    counts.add(unit.layers, unit.runs, missed, request_misses, evictions, ahead_L, lengths)
 
 
 class _Step(NamedTuple):
@@ -274,6 +290,11 @@ class _Step(NamedTuple):
     ids: list[int]
     weights: list[float] | None
     scores: list[float] | None
+    counted: bool
+
+    @property
+    def future(self) -> list[int]:
+        return self.ids if self.counted else [~one for one in self.ids]
 
 
 def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[_Step]:
@@ -281,6 +302,7 @@ def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[
     trace, n_experts = job.trace, job.trace.n_experts
     row = int(job.plan.tokens_N[token]) if len(job.plan.tokens_N) else token
     turn = slice(None, None, -1 if job.backwards else 1)
+    counted = not (len(job.plan.uncounted_N) and job.plan.uncounted_N[token])
     for layer in range(unit.n_layers):
         where = row, unit.layers.start + layer
         scores = None if trace.probabilities is None else trace.probabilities[where].tolist()
@@ -292,7 +314,7 @@ def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[
         listed = [layer * n_experts + expert for expert in ids.tolist()]
         worth = None if weights is None else weights.tolist()
         if not job.sequential:
-            yield _Step(token, layer, listed, worth, scores)
+            yield _Step(token, layer, listed, worth, scores, counted)
             continue
         for at, expert in enumerate(listed):
-            yield _Step(token, layer, [expert], None if worth is None else [worth[at]], scores)
+            yield _Step(token, layer, [expert], None if worth is None else [worth[at]], scores, counted)

@@ -34,8 +34,8 @@ def schedule(trace: RoutingTrace, warm: str, reset: str, sessions: int) -> Sched
     fresh = reset == "request" and warm != "carry"
     if sessions < 1 or (sessions > 1 and (fresh or warm not in ("cold", "carry"))):
         raise CacheError(
-            f"{sessions} sessions: they take turns in one cache that lives on, so it needs a whole number above 0 and "
-            "--warm carry",
+            f"{sessions} sessions: from 1; more than 1 take turns in one cache for all requests, so they go with --warm carry "
+            "(or --reset never, and cold)",
             f"{HINT} --warm carry --sessions 4",
         )
     if trace.prefill.all():

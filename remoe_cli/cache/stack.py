@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from remoe_cli.cache.compiled import compiled
 
-@numba.njit(nogil=True, cache=True)
+
+@compiled
 def depths(
     experts: np.ndarray,
     tokens: np.ndarray,

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TRY = "remoe replay TRACE --cache 8 --policy"
 HINT = f"{TRY} all"
+_NOT_RECORDED = "the tool that it comes from recorded none"
 
 POLICIES: dict[str, Policy] = {
     "lru": lru.POLICY,
@@ -69,22 +70,28 @@ def choose(asked: str) -> Chosen:
     """Raises CacheError for an unknown name or a parameter that the policy does not take."""
     name, colon, text = asked.partition(":")
     if name not in POLICIES:
-        near = get_close_matches(name, POLICIES, 1)
-        guess = f" (did you mean {near[0]}?)" if near else ""
-        raise CacheError(f"no cache policy {name!r}{guess}; there are {', '.join(POLICIES)}", HINT)
+        near = nearest(name)
+        guess = f" (did you mean {near}?)" if near else ""
+        raise CacheError(f"no cache policy {name!r}{guess}; there are {', '.join(POLICIES)}.", HINT)
     policy = POLICIES[name]
     if not colon:
         return Chosen(name, policy, policy.parameter or 0.0)
     if policy.parameter is None:
-        raise CacheError(f"policy {name} takes no parameter, so {asked!r} means nothing", f"{TRY} {name}")
+        raise CacheError(f"policy {name} takes no parameter, so {asked!r} means nothing.", f"{TRY} {name}")
     low, high = policy.allowed
     try:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if not low <= value <= high:
-        raise CacheError(f"policy {name} takes a number from {low:g} to {high:g}, not {text!r}", f"{TRY} {name}")
+    if not low <= value <= high or (policy.whole and value != int(value)):
+        kind = "whole number" if policy.whole else "number"
+        raise CacheError(f"policy {name} takes a {kind} from {low:g} to {high:g}, not {text!r}.", f"{TRY} {name}")
     return Chosen(name, policy, value)
+
+
+def nearest(name: str) -> str | None:
+    """The policy that may be meant by a name that is none."""
+    return next(iter(get_close_matches(name.lower(), POLICIES, 1)), None)
 
 
 def needs_future(asked: str) -> bool:
@@ -100,10 +107,12 @@ def live_policies() -> list[str]:
 def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> str | None:
     """What a trace would need to be replayed with this policy and which option gives it; None where nothing is missing."""
     needs = choose(asked).policy.needs
+    imported = trace.provenance.get("kind") == "imported"
     if "weights" in needs and trace.weights is None:
-        return "the trace has no routing weights: record it with remoe trace"
+        return "the trace has no routing weights; " + (_NOT_RECORDED if imported else "remoe trace records them")
     if "probabilities" in needs and trace.probabilities is None:
-        return "the trace has no router probabilities: record it with remoe trace --probabilities"
+        recorded = _NOT_RECORDED if imported else "remoe trace --probabilities records them"
+        return f"the trace has no router probabilities; {recorded}"
     if "fit" in needs and "future" not in needs and fit is None:
-        return "it is fitted on another trace: remoe replay --fit OTHER.trace"
+        return "it is fitted on another trace of the same model, which --fit names"
     return None

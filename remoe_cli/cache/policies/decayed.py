@@ -29,5 +29,5 @@ POLICY = Policy(
     needs=("probabilities",),
     parameter=0.8,
     allowed=(0.0, 1.0),
-    source="policy D of objectives-and-metrics.md (9)",
+    source="a probe of ours, docs/policies.md",
 )

@@ -38,5 +38,5 @@ POLICY = Policy(
     needs=("weights",),
     parameter=0.9,
     allowed=(0.0, 1.0),
-    source="decayed gate weights, objectives-and-metrics.md (5)",
+    source="decayed gate weights, a probe of ours, docs/policies.md",
 )

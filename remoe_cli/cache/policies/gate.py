@@ -18,5 +18,5 @@ POLICY = Policy(
     key=key,
     touch=touch,
     needs=("weights",),
-    source="gate-score retention, objectives-and-metrics.md (5)",
+    source="gate-score retention, a probe of ours, docs/policies.md",
 )

@@ -23,7 +23,9 @@ def touch(m: Memory, expert: int, hit: bool, value: float) -> None:
 @lru_cache(maxsize=8)  # the layers share it; nobody writes to it
 def table(rate: float) -> list[float]:
     """2^(-rate * age) for each age in tokens, until it is 0 (at most MOST_AGES; older touches count as that old)."""
-    ages = min(int(1075 / rate) + 2, MOST_AGES) if rate > 0 else 1
+    if rate == 0:
+        return [1.0]
+    ages = MOST_AGES if rate * MOST_AGES < 1075 else min(int(1075 / rate) + 2, MOST_AGES)
     return [2.0 ** (-rate * age) for age in range(ages)]
 
 
