@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import numba
@@ -43,6 +44,7 @@ FILES = {
     "a-main-s1": "cacheable-by-design/a-main-s1/trace_code.npz",
     "b-main-s1": "cacheable-by-design/b-main-s1/trace_code.npz",
 }
+LAYERS = 8  # of those that libCacheSim replays
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
 
 
@@ -140,31 +142,37 @@ def libcachesim(trace: RoutingTrace, capacity: int, rounds: int) -> None:
     except ImportError:
         print("libCacheSim is not here: pip install libcachesim\n")
         return
-    layer = trace.experts[:, trace.n_layers // 2].ravel().astype(np.int64)
-    one = RoutingTrace(layer[:, None, None], np.array([0, len(layer)]), np.zeros(len(layer), bool), trace.n_experts)
-    print(f"libCacheSim {getattr(peer, '__version__', '')}, one layer, {len(layer) / 1e6:.2f} M accesses one at a time, C = {capacity}: "
-          "M accesses/s, theirs, ours, x")  # fmt: skip
+    some = RoutingTrace(trace.experts[:, :LAYERS], trace.borders, trace.prefill, trace.n_experts)
+    accesses = some.experts.size
+    print(f"libCacheSim {version('libcachesim')}, {some.n_layers} layers, {accesses / 1e6:.2f} M accesses one at a time, "
+          f"C = {capacity}: M accesses/s, theirs, ours, ours faster by")  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.oracleGeneral.bin"
-        rows = np.zeros(len(layer), ORACLE_GENERAL)
-        rows["time"], rows["id"], rows["size"] = np.arange(len(layer)) // 1000, layer + 1, 1
-        rows["next"] = following(layer)
-        rows.tofile(path)
+        files = [Path(folder) / f"{layer}.oracleGeneral.bin" for layer in range(some.n_layers)]
+        for layer, path in enumerate(files):
+            ids = some.experts[:, layer].ravel().astype(np.int64)
+            rows = np.zeros(len(ids), ORACLE_GENERAL)
+            rows["time"], rows["id"], rows["size"], rows["next"] = (
+                np.arange(len(ids)) // 1000,
+                ids + 1,
+                1,
+                following(ids),
+            )
+            rows.tofile(path)
         for ours, theirs in (("lru", "LRU"), ("fifo", "FIFO"), ("arc", "ARC"), ("belady", "Belady")):
-            times, misses = [], 0.0
+            times, hits = [], 0
             for _ in range(rounds):
-                reader = peer.TraceReader(str(path), peer.TraceType.ORACLE_GENERAL_TRACE)
-                cache = getattr(peer, theirs)(cache_size=capacity, hashpower=10)
+                readers = [peer.TraceReader(str(path), peer.TraceType.ORACLE_GENERAL_TRACE) for path in files]
+                caches = [getattr(peer, theirs)(cache_size=capacity, hashpower=10) for _ in files]
                 start = time.perf_counter()
-                misses = cache.process_trace(reader)[0]
+                misses = [cache.process_trace(reader)[0] for cache, reader in zip(caches, readers)]
                 middle = time.perf_counter()
-                got = replay(one, ours, capacity, threads=1)
+                got = replay(some, ours, capacity, step="sequential", reset="never", touch_order="listed", threads=1)
                 times.append((middle - start, time.perf_counter() - middle))
-            peer_hits = round((1 - misses) * len(layer))
+                hits = sum(round((1 - miss) * accesses / some.n_layers) for miss in misses)
             ratio = statistics.median(row[0] / row[1] for row in times)
-            speeds = [len(layer) / statistics.median(row[at] for row in times) / 1e6 for at in (0, 1)]
-            same = "equal hits" if peer_hits == got.hits else f"hits {peer_hits} and {got.hits}"
-            print(f"    {ours:<8}{speeds[0]:8.1f}{speeds[1]:8.1f}   x{ratio:.1f}   {same}")
+            speeds = [accesses / statistics.median(row[at] for row in times) / 1e6 for at in (0, 1)]
+            same = "equal hits" if hits == got.hits else f"hits {hits:,} and {got.hits:,}"
+            print(f"    {ours:<8}{speeds[0]:8.1f}{speeds[1]:8.1f}   x{ratio:.2f}   {same}")
     print()
 
 
