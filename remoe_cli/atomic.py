@@ -86,6 +86,18 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def free_name(path: Path) -> Path:
+    """`path`, or where that is taken the first of NAME-2, NAME-3 ... that is not."""
+    found, number = path, 1
+    while found.exists():
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
 def unwritable(folder: Path, error: OSError | None) -> RunError:
+    for part in (folder, *folder.absolute().parents):
+        if part.exists() and not part.is_dir():
+            return RunError(f"{part} is a file, so nothing can be in it.", "the same command with another folder")
     why = f" ({error.strerror})" if error is not None and error.strerror else ""
     return RunError(f"the folder {folder} cannot be written{why}.", "the same command with another folder")

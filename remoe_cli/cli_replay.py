@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Annotated, Optional
 
 import typer
@@ -34,7 +35,9 @@ def replay(
     ] = None,
     expert_bytes: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="SIZE", help="Stored size of an expert, such as 17.3MB; by default what the trace says."),
+        typer.Option(
+            metavar="SIZE", help="Stored size of an expert, such as 17.3MB (B: bytes); by default what the trace says."
+        ),
     ] = None,
     step: Annotated[
         Optional[str],  # noqa: UP045
@@ -42,7 +45,9 @@ def replay(
     ] = None,
     reset: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="request: a fresh cache for each; never: one cache for all.", show_default="request"),
+        typer.Option(
+            help="request: a fresh cache for each; never: one cache for all, as --warm carry.", show_default="request"
+        ),
     ] = None,
     touch_order: Annotated[
         Optional[str],  # noqa: UP045
@@ -52,11 +57,11 @@ def replay(
         Optional[str],  # noqa: UP045
         typer.Option(
             help="cold; prefill: the prompt goes through the cache first, token by token; batch: the same, as one step a "
-            "layer; carry: the cache lives on.",
+            "layer; carry: one cold cache for all requests, as --reset never.",
             show_default="cold",
         ),
     ] = None,
-    sessions: Annotated[int, typer.Option(metavar="N", help="Requests that take turns, where the cache lives on.")] = 1,
+    sessions: Annotated[int, typer.Option(metavar="N", help="Requests that take turns; with --warm carry.")] = 1,
     figures: Annotated[
         bool, typer.Option("--figures", help="Also print overlap, reuse, working sets, misses a token, the LRU curve.")
     ] = False,
@@ -70,11 +75,10 @@ def replay(
     """
     from remoe_cli import replay as verb
     from remoe_cli.console import data as print_data
-    from remoe_cli.report.estimate import parse_bytes, parse_estimate
     from remoe_cli.report.renderers.replay import figure_tables, replay_table
 
     asked = verb.Asked(
-        capacities=verb.capacities_of(cache),
+        capacities=cache.split(","),
         policies=[name.strip() for name in policy.split(",")],
         admission=admission,
         equal=equal,
@@ -87,13 +91,16 @@ def replay(
         budgets=budgets,
         fit=fit,
         against=against,
-        estimate=None if estimate is None else parse_estimate(estimate),
-        expert_bytes=None if expert_bytes is None else parse_bytes(expert_bytes),
+        estimate=estimate,
+        expert_bytes=expert_bytes,
+        figures=figures,
+        as_json=as_json,
     )
     result = verb.replay(trace, asked, with_figures=figures or as_json)
     if as_json:
         print_data(json.dumps(result))
         return
-    print_data(replay_table(result))
+    width = get_terminal_size((120, 24)).columns
+    print_data(replay_table(result, width))
     if figures:
-        print_data("\n" + figure_tables(result))
+        print_data("\n" + figure_tables(result, width))

@@ -5,7 +5,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from remoe_cli.errors import UsageError
+from remoe_cli.errors import command, UsageError
 
 
 def reroute(
@@ -16,13 +16,13 @@ def reroute(
         Optional[str],  # noqa: UP045
         typer.Option(
             metavar="X,Y,...",
-            help="cache-prior: bonus of residents in mean logit ranges, from 0 (off); max-rank: M, from K (off); threshold: "
+            help="cache-prior: bonus of residents in mean logit ranges, from 0 (off); max-rank: M, from K (off) to E; threshold: "
             "probability, from 0 (off) to 1.",
         ),
     ] = None,
     keep: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Heaviest experts that always stay; by default 2, at most half of a token's."),
+        typer.Option(help="Heaviest experts that always stay, 0 to K; by default 2, or half of K where that is less."),
     ] = None,
     policy: Annotated[str, typer.Option(help="Cache policy, NAME or NAME:PARAMETER.")] = "lru",
     admission: Annotated[str, typer.Option(help="forced or bypass.")] = "forced",
@@ -46,7 +46,8 @@ def reroute(
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
 
-    strengths = None if strength is None else _numbers(strength)
+    given = {"cache": cache, "method": method, "keep": keep, "delta": delta, "prompts": prompts, "rows": rows}
+    strengths = None if strength is None else _numbers(strength, command("reroute", model, **given, tokens=tokens))
     note("Loading torch and transformers")
     from remoe_cli import reroute as verb
 
@@ -55,10 +56,8 @@ def reroute(
     print_data(json.dumps(done) if as_json else verb.summary(done))
 
 
-def _numbers(text: str) -> list[float]:
+def _numbers(text: str, again: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(
-            f"--strength takes numbers such as .2 or 0,.1,.2, not {text!r}.", "remoe reroute demo --cache 8"
-        ) from None
+        raise UsageError(f"--strength takes numbers such as .2 or 0,.1,.2, not {text!r}.", again) from None

@@ -63,11 +63,8 @@ def record(
     as_json: AsJson = False,
 ) -> None:
     """Run MODEL on texts and write which experts each token used, with weights, in prefill and decode."""
-    from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
-
-    note("Loading torch and transformers")
     from remoe_cli import trace as verb
+    from remoe_cli.console import data as print_data
 
     asked = verb.Asked(greedy, requests, prompt_tokens, new_tokens, probabilities, seed)
     done = verb.record(model, out, asked, delta=delta, prompts=prompts, device=device)

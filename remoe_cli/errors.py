@@ -78,9 +78,9 @@ def command(*words: object, **options: object) -> str:
 
 
 @contextmanager
-def instead(hint: str) -> Iterator[None]:
-    """Errors of the block keep their message and get this next command."""
+def instead(hint: str, of: type[RemoeError] = RemoeError) -> Iterator[None]:
+    """Errors of that kind in the block keep their message and get this next command."""
     try:
         yield
-    except RemoeError as error:
+    except of as error:
         raise type(error)(error.message, hint) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remoe_cli import __version__
-from remoe_cli.cache import choose, POLICIES, Replay
+from remoe_cli.atomic import free_name
+from remoe_cli.cache import choose, Replay
 from remoe_cli.cache.budgets import equal_memory, fit_budgets
 from remoe_cli.cache.curve import lru_curve
 from remoe_cli.cache.expert_cache import ADMISSIONS
@@ -21,40 +21,12 @@ from remoe_cli.cache.replay import prepare
 from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
 from remoe_cli.errors import CacheError, TraceError, UsageError
-from remoe_cli.report.estimate import Estimate, LABEL
-from remoe_cli.report.replays import changes, figures, References, Sizes
+from remoe_cli.report.estimate import Estimate, LABEL, parse_bytes, parse_estimate
+from remoe_cli.report.replay_inputs import against_notes, fit_notes, names_of, read_fitting, read_trace
+from remoe_cli.report.replay_options import admissions_of, Asked, capacities_of, policies_of, recording, rules_of
+from remoe_cli.report.replays import best, changes, figures, References, Sizes
 from remoe_cli.report.trace_figures import trace_figures
-from remoe_cli.routing import read, RoutingTrace
-
-HINT = "remoe replay FILE --cache 6,8,12"
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "step": ("atomic", "sequential"),
-    "reset": ("request", "never"),
-    "touch_order": ("weight", "listed"),
-    "warm": ("cold", "prefill", "carry", "batch"),
-    "pool": (False, True, "bytes"),
-}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options as given; None: the trace's own accounting decides, else the first of ALLOWED."""
-
-    capacities: Sequence[int]
-    policies: Sequence[str] = ("all",)
-    admission: str = "both"
-    equal: str = "memory"
-    pool: bool | None = None
-    step: str | None = None
-    reset: str | None = None
-    touch_order: str | None = None
-    warm: str | None = None
-    sessions: int = 1
-    budgets: Path | None = None
-    fit: Path | None = None
-    against: Path | None = None
-    estimate: Estimate | None = None
-    expert_bytes: int | None = None
+from remoe_cli.routing import RoutingTrace
 
 
 class Arm(NamedTuple):
@@ -71,37 +43,45 @@ class Key(NamedTuple):
     capacity: int
 
 
+class Hindrance(NamedTuple):
+    """Why a cell can't be replayed, and the command that can; None where there is none."""
+
+    reason: str
+    mend: str | None
+
+
 def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any]:
     """Everything docs/replay.md lists; `figures` is None without them.
 
     Raises TraceError, CacheError or UsageError before any work is done.
     """
-    policies, admissions = chosen_policies(asked.policies), chosen_admissions(asked)
-    trace = _read(path)
-    others = {name: _fitting(getattr(asked, name), name, trace) for name in ("budgets", "fit", "against")}
-    rules, from_trace = _rules(asked, trace)
-    if others["budgets"] is not None and rules["pool"]:
-        raise UsageError("--budgets gives every layer its own slots, --pool gives all layers one pool.", HINT)
-    sizes = Sizes(_layer_bytes(asked, trace), asked.estimate)
-    if asked.estimate is not None and sizes.layer_bytes is None:
-        raise UsageError(f"--estimate needs the size of an expert, which {path} does not say.", "--expert-bytes 17.3MB")
-    capacities, notes = _capacities(asked, trace)
-    if from_trace:
-        shown = ", ".join(f"{name} {_word(rules[name])}" for name in from_trace)
-        notes.append(f"The trace asks to be replayed with {shown}; options that are given win.")
+    policies, admissions, wanted = policies_of(asked, path), admissions_of(asked, path), capacities_of(asked, path)
+    trace = read_trace(path, asked.command)
+    estimate, given_bytes = _parsed(asked, path, trace)
+    others = {name: read_fitting(name, asked, path, trace) for name in ("budgets", "fit", "against")}
+    rules, from_trace, notes = rules_of(asked, path, trace)
+    sizes = Sizes(_layer_bytes(given_bytes, asked, path, trace), estimate)
+    if estimate is not None and sizes.layer_bytes is None:
+        raise UsageError(
+            f"--estimate needs the size of an expert, which {path} does not say: --expert-bytes SIZE does.",
+            asked.command(path, expert_bytes="17.3MB"),
+        )
+    capacities = _cut(wanted, trace, notes)
+    notes += fit_notes(asked, policies, trace, others)
     arms = [Arm("trace", path.stem, trace)]
     if asked.against is not None and others["against"] is not None:
-        arms.insert(0, Arm("base", asked.against.stem, others["against"]))
+        base, own = names_of(asked.against, path)
+        arms = [Arm("base", base, others["against"]), Arm("trace", own, trace)]
+        notes += against_notes(others["against"], trace)
     slots = {
         (form, capacity): _slots(trace, form, capacity, rules, asked.equal, sizes, others["budgets"])
         for form in ADMISSIONS
         for capacity in capacities
     }
-    bench = _Bench(rules, slots, others["fit"])
+    bench = _Bench(path, asked, rules, slots, others["fit"], sizes)
     keys = [Key(*key) for key in _product(policies, admissions, capacities)]
-    cells, unavailable = _run(bench, arms, keys, sizes, notes)
-    if not any(cell["arm"] == "trace" for cell in cells):
-        raise CacheError(f"nothing can be replayed: {unavailable[0]['reason']}", HINT)
+    _require_something(bench, arms[-1], keys)
+    cells, unavailable, ends = _run(bench, arms, keys, notes)
     for sentence in dict.fromkeys(notes):
         note(sentence)
     return {
@@ -125,12 +105,14 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
             for capacity in capacities
         ],
         "expert_bytes": None if sizes.layer_bytes is None else sizes.layer_bytes.tolist(),
-        "estimate": asked.estimate
+        "estimate": estimate
         and {
             "label": LABEL,
-            "link_bytes_a_second": asked.estimate.link,
-            "compute_ms": asked.estimate.compute_ms,
+            "link_bytes_a_second": estimate.link,
+            "compute_ms": estimate.compute_ms,
         },
+        "references": ends,
+        "best": best(cells),
         "cells": cells,
         "unavailable": unavailable,
         "figures": {arm.role: _figures(arm.trace, rules) for arm in arms} if with_figures else None,
@@ -149,25 +131,63 @@ class _Slots(NamedTuple):
 class _Bench:
     """What all replays of one call share. slots: by (admission, capacity)."""
 
+    path: Path
+    asked: Asked
     rules: dict[str, Any]
     slots: dict[tuple[str, int], _Slots]
     fit: RoutingTrace | None
+    sizes: Sizes
 
-    def hindrance(self, trace: RoutingTrace, key: Key) -> str | None:
-        """Why a cell can't be replayed."""
-        if (missing := lacks(key.policy, trace, self.fit)) is not None:
-            return missing
+    def hindrance(self, arm: Arm, key: Key) -> Hindrance | None:
+        if (missing := lacks(key.policy, arm.trace, self.fit)) is not None:
+            return Hindrance(missing, self._with_what_is_missing(arm, key.policy))
         if "probabilities" in choose(key.policy).policy.needs:
             if self.rules["step"] == "sequential":
-                return "it follows whole tokens, and --step sequential has none"
+                mend = self.asked.command(self.path, step="atomic")
+                return Hindrance("it follows whole tokens, and --step sequential has none", mend)
             if self.rules["warm"] == "batch":
-                return "it follows single tokens, and --warm batch serves prompts whole"
-        return self.slots[key.admission, key.capacity].reason
+                mend = self.asked.command(self.path, warm="prefill")
+                return Hindrance("it follows single tokens, and --warm batch serves prompts whole", mend)
+        reason = self.slots[key.admission, key.capacity].reason
+        if reason is None:
+            return None
+        unsized = self.rules["pool"] == "bytes" and self.sizes.layer_bytes is None
+        change = {"expert_bytes": "17.3MB"} if unsized else {"equal": "slots"}
+        return Hindrance(reason, self.asked.command(self.path, **change))
+
+    def _with_what_is_missing(self, arm: Arm, policy: str) -> str | None:
+        """Records it, then replays."""
+        path = self.asked.against if arm.role == "base" and self.asked.against else self.path
+        if "fit" in choose(policy).policy.needs:
+            out = free_name(path.with_name(f"{path.stem}-fit.trace"))
+            first = recording(arm.trace, out, seed=int(arm.trace.provenance.get("seed") or 0) + 1)
+            then = self.asked.command(self.path, fit=out)
+        else:
+            out = free_name(path.with_name(f"{path.stem}-full.trace"))
+            first = recording(arm.trace, out, "--probabilities")
+            then = self.asked.command(self.path, against=out) if arm.role == "base" else self.asked.command(out)
+        return first and f"{first} && {then}"
 
     def replay(self, trace: RoutingTrace, key: Key) -> Replay:
         slots = self.slots[key.admission, key.capacity].capacity
         assert slots is not None
-        return run(trace, key.policy, slots, admission=key.admission, fit=self.fit, **self.rules)
+        in_bytes = self.sizes.layer_bytes if self.rules["pool"] == "bytes" else None
+        sizes = None if in_bytes is None else in_bytes.astype(np.int64).tolist()
+        return run(trace, key.policy, slots, admission=key.admission, fit=self.fit, expert_bytes=sizes, **self.rules)
+
+
+def _require_something(bench: _Bench, arm: Arm, keys: Sequence[Key]) -> None:
+    """Raises CacheError where no cell of the trace can be replayed: every reason, and the command of the first."""
+    found: dict[Hindrance, list[str]] = {}
+    for key in keys:
+        why = bench.hindrance(arm, key)
+        if why is None:
+            return
+        found.setdefault(why, []).append(key.policy)
+    reasons = "; ".join(f"{', '.join(dict.fromkeys(names))}: {why.reason.rstrip('.')}" for why, names in found.items())
+    mends = [why.mend for why in found if why.mend is not None]
+    mend = mends[0] if mends else bench.asked.command(bench.path, policies=None, admission=None)
+    raise CacheError(f"nothing can be replayed: {reasons}.", mend)
 
 
 def _slots(
@@ -193,16 +213,27 @@ def _slots(
     return _Slots([int(slots) for slots in each])
 
 
+def _prepare(policies: Sequence[str], notes: list[str]) -> None:
+    """All kernels, before anything is timed. Those that are not on disk are compiled, some seconds each."""
+    seconds = []
+    with progress("Compiling replay kernels, once", len(policies)) as bar:
+        for done, policy in enumerate(policies, 1):
+            if spent := prepare(policy):
+                seconds.append(spent)
+                bar.update(done, policy)
+    if seconds:
+        notes.append(
+            f"Compiled {len(seconds)} replay kernels in {sum(seconds):.1f} s; the next run finds them on disk."
+        )
+
+
 class _Work:
-    """Runs replays one by one, with progress. seconds: of compiling, by policy, where a kernel was not on disk."""
+    """Runs replays one by one, with progress."""
 
     def __init__(self, bench: _Bench, bar: Bar) -> None:
         self._bench, self._bar, self._done = bench, bar, 0
-        self.seconds: dict[str, float] = {}
 
     def __call__(self, arm: Arm, key: Key) -> Replay:
-        if key.policy not in self.seconds:
-            self.seconds[key.policy] = prepare(key.policy) or 0.0
         found = self._bench.replay(arm.trace, key)
         self._done += 1
         self._bar.update(self._done, f"{key.policy}, {key.admission}, C = {key.capacity}")
@@ -210,40 +241,44 @@ class _Work:
 
 
 def _run(
-    bench: _Bench, arms: Sequence[Arm], keys: Sequence[Key], sizes: Sizes, notes: list[str]
-) -> list[list[dict[str, Any]]]:
-    """The cells, and those that could not be replayed. Replays are dropped as soon as their figures are there."""
+    bench: _Bench, arms: Sequence[Arm], keys: Sequence[Key], notes: list[str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """The cells, those that could not be replayed, and the ends of the gap for each capacity. Replays are dropped as soon as
+    their figures are there."""
     references = {
         capacity: [Key("lru", "forced", capacity), *(Key("belady", form, capacity) for form in ADMISSIONS)]
         for capacity in dict.fromkeys(key.capacity for key in keys)
     }
     wanted = {arm.role: [*keys] for arm in arms}
     wanted[arms[0].role] += [key for every in references.values() for key in every if key not in keys]
-    reasons = {(arm.role, key): bench.hindrance(arm.trace, key) for arm in arms for key in wanted[arm.role]}
+    hindrances = {(arm.role, key): bench.hindrance(arm, key) for arm in arms for key in wanted[arm.role]}
+    _prepare(list(dict.fromkeys(key.policy for (_, key), why in hindrances.items() if why is None)), notes)
     cells: list[dict[str, Any]] = []
     unavailable: list[dict[str, Any]] = []
-    with progress("Replaying", sum(reason is None for reason in reasons.values())) as bar:
+    gaps: list[dict[str, Any]] = []
+    with progress("Replaying", sum(why is None for why in hindrances.values())) as bar:
         work = _Work(bench, bar)
         for capacity, every in references.items():
-            held = {key: work(arms[0], key) for key in every if reasons[arms[0].role, key] is None}
+            held = {key: work(arms[0], key) for key in every if hindrances[arms[0].role, key] is None}
             ends = References(*(held[key].loads / held[key].tokens if key in held else None for key in every))
+            why_not = [why.reason for key in every if (why := hindrances[arms[0].role, key]) is not None]
+            gaps.append({"capacity": capacity, **ends._asdict(), "reason": ends.no_gap(*why_not)})
             for key in keys:
                 before = None
                 for arm in arms if key.capacity == capacity else ():
                     named = {"arm": arm.role, **key._asdict()}
-                    if (reason := reasons[arm.role, key]) is not None:
-                        unavailable.append({**named, "reason": reason})
+                    if (why := hindrances[arm.role, key]) is not None:
+                        unavailable.append({**named, "reason": why.reason, "try": why.mend})
                         continue
                     done = held[key] if arm is arms[0] and key in held else work(arm, key)
-                    cells.append({**named, **figures(done, ends, sizes)})
+                    cells.append({**named, **figures(done, ends, bench.sizes)})
                     if len(arms) > 1:
                         cells[-1] |= changes(before, done)
                     before = done
-    slow = [seconds for seconds in work.seconds.values() if seconds]
-    if slow:
-        notes.append(f"Compiled {len(slow)} replay kernels in {sum(slow):.1f} s; the next run finds them on disk.")
     order = {key: place for place, key in enumerate(keys)}
-    return [sorted(part, key=lambda one: order[_key(one)]) for part in (cells, unavailable)]
+    cells.sort(key=lambda one: order[_key(one)])
+    unavailable.sort(key=lambda one: order[_key(one)])
+    return cells, unavailable, gaps
 
 
 def _key(cell: dict[str, Any]) -> Key:
@@ -256,66 +291,29 @@ def _figures(trace: RoutingTrace, rules: dict[str, Any]) -> dict[str, Any]:
     return trace_figures(trace.decode(), lru_curve(trace, **shared).sum(axis=0))
 
 
-def chosen_policies(asked: Sequence[str]) -> list[str]:
-    """Checked names, `all` spelled out, each once. Raises CacheError for a name or a parameter that is not known."""
-    found = [name for word in asked for name in (POLICIES if word == "all" else [word])]
-    for name in found:
-        choose(name)
-    return list(dict.fromkeys(found))
+def _parsed(asked: Asked, path: Path, trace: RoutingTrace) -> tuple[Estimate | None, int | None]:
+    """--estimate and --expert-bytes as numbers. Raises UsageError."""
+    estimate = given = None
+    if asked.expert_bytes is not None:
+        given = parse_bytes(str(asked.expert_bytes), asked.command(path, expert_bytes=None))
+    if asked.estimate is not None:
+        sized = given is not None or trace.provenance.get("expert_bytes") is not None
+        more = {} if sized else {"expert_bytes": "17.3MB"}
+        estimate = parse_estimate(asked.estimate, asked.command(path, estimate=None, **more))
+    return estimate, given
 
 
-def chosen_admissions(asked: Asked) -> list[str]:
-    for option, given, allowed in (
-        ("admission", asked.admission, (*ADMISSIONS, "both")),
-        ("equal", asked.equal, ("memory", "slots")),
-    ):
-        if given not in allowed:
-            raise UsageError(f"--{option} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {given!r}.", HINT)
-    return [*ADMISSIONS] if asked.admission == "both" else [asked.admission]
+def _cut(capacities: list[int], trace: RoutingTrace, notes: list[str]) -> list[int]:
+    """At most the experts there are; a note on what was cut."""
+    over = [str(capacity) for capacity in capacities if capacity > trace.n_experts]
+    if over:
+        most = f"a layer has {trace.n_experts} experts, so that is {trace.n_experts} slots"
+        notes.append(f"--cache {', '.join(over)}: {most}.")
+    return sorted({min(capacity, trace.n_experts) for capacity in capacities})
 
 
-def capacities_of(text: str) -> list[int]:
-    """--cache 6,8,12 as numbers, ascending, each once. Raises UsageError or CacheError."""
-    if not re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", text):
-        raise UsageError(f"--cache takes whole numbers such as 6 or 6,8,12, not {text!r}.", HINT)
-    found = sorted({int(part) for part in text.split(",")})
-    if found[0] < 1:
-        raise CacheError(f"a cache needs at least 1 slot a layer, not {found[0]}.", HINT)
-    return found
-
-
-def _rules(asked: Asked, trace: RoutingTrace) -> tuple[dict[str, Any], list[str]]:
-    """Options of replay, and which of them the trace decided: given ones win, then the trace's accounting."""
-    accounting = trace.provenance.get("accounting", {})
-    rules, from_trace = {}, []
-    for name, allowed in ALLOWED.items():
-        given, own = getattr(asked, name), accounting.get(name)
-        rules[name] = allowed[0] if given is None and own is None else own if given is None else given
-        if given is None and own is not None and own != allowed[0]:
-            from_trace.append(name)
-        if rules[name] not in allowed:
-            words = " or ".join(_word(one) for one in allowed)
-            where = f"--{name.replace('_', '-')}" if given is not None else f"the trace's accounting of {name}"
-            raise UsageError(f"{where} is {words}, not {rules[name]!r}.", HINT)
-    if asked.sessions < 1:
-        raise UsageError(f"--sessions is at least 1, not {asked.sessions}.", HINT)
-    return {**rules, "sessions": asked.sessions}, from_trace
-
-
-def _word(value: Any) -> str:
-    return {True: "yes", False: "no"}.get(value, str(value))
-
-
-def _capacities(asked: Asked, trace: RoutingTrace) -> tuple[list[int], list[str]]:
-    """At most the experts there are, and notes on what was cut."""
-    cut = sorted({min(capacity, trace.n_experts) for capacity in asked.capacities})
-    over = [str(capacity) for capacity in asked.capacities if capacity > trace.n_experts]
-    notes = [f"--cache {', '.join(over)}: a layer has {trace.n_experts} experts, so that is {trace.n_experts} slots."]
-    return cut, notes if over else []
-
-
-def _layer_bytes(asked: Asked, trace: RoutingTrace) -> np.ndarray | None:
-    found = asked.expert_bytes or trace.provenance.get("expert_bytes")
+def _layer_bytes(given: int | None, asked: Asked, path: Path, trace: RoutingTrace) -> np.ndarray | None:
+    found = given or trace.provenance.get("expert_bytes")
     if found is None:
         return None
     try:
@@ -323,29 +321,8 @@ def _layer_bytes(asked: Asked, trace: RoutingTrace) -> np.ndarray | None:
     except (TypeError, ValueError):
         raise TraceError(
             f"the trace's expert_bytes is neither a number nor one for each of {trace.n_layers} layers.",
-            "the same command with --expert-bytes 17.3MB",
+            asked.command(path, expert_bytes="17.3MB"),
         ) from None
-
-
-def _read(path: Path) -> RoutingTrace:
-    trace = read(path)
-    if trace.prefill.all():
-        raise CacheError(
-            f"{path} holds no decoded token, so there is nothing to count.", "remoe trace MODEL -o t.trace"
-        )
-    return trace
-
-
-def _fitting(path: Path | None, option: str, trace: RoutingTrace) -> RoutingTrace | None:
-    """The trace at `path`. Raises TraceError where it is not of a model of the same shape."""
-    if path is None:
-        return None
-    other = _read(path)
-    shapes = [(one.n_layers, one.n_experts, one.top_k) for one in (trace, other)]
-    if shapes[0] != shapes[1]:
-        words = [f"{layers} layers, top-{top_k} of {experts}" for layers, experts, top_k in shapes]
-        raise TraceError(f"--{option} {path} is of another model: {words[1]}; the trace has {words[0]}.", HINT)
-    return other
 
 
 def _facts(trace: RoutingTrace) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import shlex
 import shutil
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,14 +12,14 @@ from typing import Any, NamedTuple
 
 from remoe_cli import __version__, atomic
 from remoe_cli.console import note, progress
-from remoe_cli.errors import FamilyError, RunError, UsageError
+from remoe_cli.errors import command, FamilyError, instead, RunError, TraceError, UsageError
 from remoe_cli.report import locality, metrics
 from remoe_cli.routing import RoutingTrace, write
-from remoe_cli.routing.imports import IMPORTS, read_foreign
+from remoe_cli.routing.imports import IMPORTS, OUT, read_foreign
 from remoe_cli.routing.trace import FLOATS
 
-EXAMPLE = "remoe trace demo -o t.trace"
-LENGTH_OPTIONS = "--prompt-tokens {} --new-tokens {}, or with --greedy"
+TEXTS = "a file, a folder, a Hub data set, or demo"  # what --prompts takes
+Again = Callable[..., str]  # the command as it was asked for, but for these options
 
 
 class Asked(NamedTuple):
@@ -39,6 +41,16 @@ def record(
 
     Raises RemoeError for every mistake, most of them before anything is loaded; then no file is written.
     """
+
+    def again(**changes: object) -> str:
+        given = {"delta": delta, "prompts": prompts, **asked._asdict(), "device": device, "o": out}
+        given["seed"] = asked.seed or None
+        return command("trace", model, **{**given, **changes})
+
+    _check(asked, again)
+    _check_out(out, again)
+    check_texts(model, prompts, again)
+    note("Loading torch and transformers")
     from remoe_cli.apply import find_delta
     from remoe_cli.delta import gates_for, put
     from remoe_cli.environment import pick_device
@@ -50,39 +62,40 @@ def record(
     from remoe_cli.measure.requests import cut_prompts, cut_requests
     from remoe_cli.train.data import load_tokenizer
 
-    _check(asked)
-    _check_out(out)
-    if prompts is None and model != "demo":
-        raise UsageError(f"name the texts to run {model} on.", "the same command with --prompts FILE.jsonl")
-    where = pick_device(device)
+    with instead(again(device=None)):
+        where = pick_device(device)
     found = fetch_config(model)
     recipe = default_recipe(model, family_of(found.config, model).model_type)
     settings = recipe.evaluate
     wanted = asked.requests or settings.requests
     prompt_tokens = asked.prompt_tokens or settings.prompt_tokens
     new_tokens = asked.new_tokens or settings.new_tokens
-    _check_positions(model, found.config, prompt_tokens + new_tokens)
+    _check_positions(model, found.config, prompt_tokens, new_tokens, again)
     change = find_delta(delta) if delta is not None else None
     checkpoint = resolve(found)
     applied = change is not None and change.is_applied(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    texts, source = load_prompts(model, prompts, recipe, tokenizer)
+    texts, source = load_prompts(prompts, recipe, tokenizer, again(prompts="demo"))
     if change is not None and len(texts) > len(source.heldout):
         note("Note: the gates may have been trained on some of these texts; held-out ones say more")
     if asked.seed:
         Random(asked.seed).shuffle(texts)
     steps = new_tokens + 1  # as in eval, so that the requests are the same: the last token is never fed
     if asked.greedy:
-        starts, forced = cut_prompts(texts, wanted, prompt_tokens, steps, end=tokenizer.eos_token_id), None
+        end = tokenizer.eos_token_id
+        starts, forced = cut_prompts(texts, wanted, prompt_tokens, steps, end=end, other=again(prompts="demo")), None
     else:
-        cut = cut_requests(texts, wanted, prompt_tokens, steps, options=LENGTH_OPTIONS)
+        cut = cut_requests(
+            texts, wanted, prompt_tokens, steps, other=again(prompts="demo"),
+            shorter=lambda prompt, new: again(prompt_tokens=prompt, new_tokens=new),
+        )  # fmt: skip
         starts, forced = list(cut.prompts_RP), cut.continuations_RS[:, :-1]
     if len(starts) < wanted:
         note(f"Note: the texts hold {len(starts)} of the {wanted} requests asked for")
     layers = experts_on_disk(checkpoint)
     tokens = sum(map(len, starts)) + len(starts) * new_tokens
     scores = layers[0].n_experts if asked.probabilities else 0
-    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores))
+    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores), again)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     loaded = load_resident(checkpoint, dtype, where)
     if change is not None and not applied:
@@ -107,20 +120,25 @@ def record(
     trace = decoded.trace
     if asked.greedy:
         trace = replace(trace, provenance={**trace.provenance, **_repetition(decoded.ids_RS.tolist())})
-    return _written(trace, out)
+    return _written(trace, out, again)
 
 
 def import_trace(file: Path, out: Path, *, format: str | None, n_experts: int | None) -> dict[str, Any]:
     """Writes a trace of another tool as one of remoe; what is in it, as `facts`. Raises TraceError, UsageError, RunError."""
+
+    def again(**changes: object) -> str:
+        return command("trace", "import", file, **{"format": format, "experts": n_experts, "o": out, **changes})
+
     if format is not None and format not in IMPORTS:
-        raise UsageError(
-            f"there is no format {format!r}; allowed: {', '.join(IMPORTS)}.",
-            f"remoe trace import {shlex.quote(str(file))} -o {shlex.quote(str(out))}",
-        )
+        raise UsageError(f"there is no format {format!r}; allowed: {', '.join(IMPORTS)}.", again(format=None))
     if n_experts is not None and n_experts < 1:
-        raise UsageError(f"--experts is at least 1, not {n_experts}.", "the same command without --experts")
-    _check_out(out)
-    return _written(read_foreign(file, format, n_experts), out)
+        raise UsageError(f"--experts is at least 1, not {n_experts}.", again(experts=None))
+    _check_out(out, again)
+    try:
+        trace = read_foreign(file, format, n_experts)
+    except TraceError as error:
+        raise TraceError(error.message, error.hint.replace(OUT, shlex.join(["-o", str(out)]))) from None
+    return _written(trace, out, again)
 
 
 def facts(path: Path, trace: RoutingTrace, size: int) -> dict[str, Any]:
@@ -160,7 +178,7 @@ def summary(done: dict[str, Any]) -> str:
         lines.append(
             f"MoE layer {', '.join(map(str, about['filled']))} served only the last token of the prompt; it stands in for the others"
         )
-    lines.append(f"Next: remoe replay {shlex.quote(done['trace'])} --cache {sizes} --policy all")
+    lines.append(f"Next: {command('replay', done['trace'], cache=sizes, policy='all')}")
     return "\n".join(lines)
 
 
@@ -168,49 +186,80 @@ def _several(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _written(trace: RoutingTrace, out: Path) -> dict[str, Any]:
-    atomic.make_folder(out.parent)
-    return facts(out, trace, write(trace, out))
+def _written(trace: RoutingTrace, out: Path, again: Again) -> dict[str, Any]:
+    done = facts(out, trace, 0)  # before the file is there: after it nothing is left to interrupt
+    try:
+        with instead(again(o=_elsewhere(out)), RunError):
+            atomic.make_folder(out.parent)
+            return {**done, "bytes": write(trace, out)}
+    except KeyboardInterrupt:
+        if out.exists():
+            note(f"Note: {out} was whole before the interruption")
+        raise
 
 
-def _check(asked: Asked) -> None:
+def check_texts(model: str, prompts: str | None, again: Again) -> None:
+    """Raises UsageError for a model other than the demo, which has texts of its own, without texts."""
+    if prompts is None and model != "demo":
+        raise UsageError(f"name the texts to run {model} on: --prompts takes {TEXTS}.", again(prompts="demo"))
+
+
+def _check(asked: Asked, again: Again) -> None:
     for option, value in (
         ("--requests", asked.requests),
         ("--prompt-tokens", asked.prompt_tokens),
         ("--new-tokens", asked.new_tokens),
     ):
         if value is not None and value < 1:
-            raise UsageError(f"{option} is at least 1, not {value}.", EXAMPLE)
+            raise UsageError(
+                f"{option} is at least 1, not {value}.", again(**{option.strip("-").replace("-", "_"): None})
+            )
     if asked.seed < 0:
-        raise UsageError(f"--seed is at least 0, not {asked.seed}.", EXAMPLE)
+        raise UsageError(f"--seed is at least 0, not {asked.seed}.", again(seed=None))
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, again: Again) -> None:
     if out.is_dir():
-        raise RunError(
-            f"{out} is a folder; -o takes the name of a file.", f"the same command with -o {out / 't.trace'}"
-        )
+        free = atomic.free_name(out / "t.trace")
+        raise RunError(f"{out} is a folder; -o takes the name of a file.", again(o=free))
     if out.exists():
-        raise RunError(f"{out} exists; nothing was written.", "the same command with another -o")
-    atomic.check_writable(out.absolute().parent)
+        raise RunError(f"{out} exists; nothing was written.", again(o=atomic.free_name(out)))
+    with instead(again(o=_elsewhere(out))):
+        atomic.check_writable(out.absolute().parent)
 
 
-def _check_room(out: Path, needed: int) -> None:
-    place = next(folder for folder in out.absolute().parents if folder.exists())
+def _elsewhere(out: Path) -> Path:
+    """Where it can be written instead: beside a file that was taken for a folder, else in the folder for scratch."""
+    for part in out.parents:
+        if part.is_file():
+            return atomic.free_name(part.parent / out.name)
+    return atomic.free_name(Path(tempfile.gettempdir()) / (out.name or "t.trace"))
+
+
+def _check_room(out: Path, needed: int, again: Again) -> None:
+    place = next(folder for folder in out.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:
-        raise RunError(
-            f"the trace needs {needed / 1e9:.1f} GB and {place} has {free / 1e9:.1f} GB free.",
-            "the same command with fewer --requests, or -o on another disk",
-        )
+        reason = f"the trace needs {_amount(needed)} and {place} has {_amount(free)} free."
+        raise RunError(reason, again(o=_elsewhere(out)) + ", or fewer --requests")
 
 
-def _check_positions(model: str, config: dict, tokens: int) -> None:
-    longest = config.get("max_position_embeddings")
+def _amount(size: float) -> str:
+    """Bytes for a person: 3 figures."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.3g} GB" if size < 1000 else f"{size:,.0f} GB"
+
+
+def _check_positions(model: str, config: dict, prompt_tokens: int, new_tokens: int, again: Again) -> None:
+    longest, tokens = config.get("max_position_embeddings"), prompt_tokens + new_tokens
     if isinstance(longest, int) and tokens > longest:
+        half = max(1, longest // 2)
         raise UsageError(
             f"a request of {tokens} tokens is longer than the {longest} that {model} was made for.",
-            "the same command with smaller --prompt-tokens and --new-tokens",
+            again(prompt_tokens=half, new_tokens=max(1, longest - half)),
         )
 
 

@@ -13,7 +13,8 @@ from remoe_cli.report.estimate import Estimate, parse_bytes, parse_estimate
     [
         ("4GB/s,45ms", 4e9, 45),
         (" 1.5 GiB/s , .5s ", 1.5 * 2**30, 500),
-        ("900kb/s,0ms", 9e5, 0),
+        ("900kB/s,0ms", 9e5, 0),
+        ("900KiB/s,0ms", 900 * 1024, 0),
         ("2TiB/s,30us", 2 * 2**40, 0.03),
         ("7B/s,1ms", 7, 1),
     ],
@@ -34,6 +35,9 @@ def test_estimates_are_read(text, link, compute_ms):
         "4GB/s,45",
         "nan/s,1ms",
         "4Gb/s",
+        "4Gb/s,45ms",
+        "4gb/s,45ms",
+        "4GiB,45ms",
         "4GB/s,1ms,2ms",
     ],
 )
@@ -50,13 +54,17 @@ def test_tpot_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("17301504", 17_301_504), ("16.5MiB", 17_301_504), ("17.3MB", 17_300_000), ("1 B", 1)]
+    ("text", "size"),
+    [("17301504", 17_301_504), ("16.5MiB", 17_301_504), ("17.3MB", 17_300_000), ("1 B", 1), ("17.0", 17)],
 )
 def test_sizes_are_read(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "0.4", "-5", "MB", "17.3Mb/s", "1e6"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "0.4", "-5", "MB", "17.3Mb/s", "17Mb", "17b", "17mb", "17.3", "17.3 B", "17.5B", "0.0001kB", "1e6"],
+)
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError, match="--expert-bytes"):
         parse_bytes(text)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from math import inf
 from pathlib import Path
@@ -15,7 +18,9 @@ from policy_traces import as_trace, counts, random_trace
 from remoe_cli.cache import ExpertCache, POLICIES, replay
 from remoe_cli.cache.policies import live_policies
 from remoe_cli.cache.policy import Policy
-from remoe_cli.routing import RoutingTrace
+from remoe_cli.routing import RoutingTrace, write
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -26,6 +31,13 @@ def test_every_policy_says_what_it_is(name):
         low, high = policy.allowed
         assert -inf < low <= policy.parameter <= high < inf
         assert policy.table(low) and policy.table(high)
+
+
+def test_every_page_that_is_named_is_one_that_users_have():
+    known = {path.name for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+    for path in (*(ROOT / "remoe_cli").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        named = set(re.findall(r"[\w-]+\.md\b", path.read_text()))
+        assert named <= known, f"{path.relative_to(ROOT)} names {named - known}"
 
 
 def test_only_the_oracles_and_the_fitted_are_not_live():
@@ -186,19 +198,75 @@ def test_the_small_queue_gives_where_the_main_queue_is_protected():
 # ---- the example of docs/extending.md
 
 
-def test_the_documented_example_runs(tmp_path, monkeypatch):
-    text = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
+BY_HAND = """
+from policy_traces import as_trace
+from remoe_cli.cache import ExpertCache, live_policies, replay
+
+A, B, C = range(3)
+steps = [A, A, A, B, B, C]
+
+def kept(policy):
+    cache = ExpertCache(2, policy, n_experts=5)
+    for one in steps:
+        cache.step([one])
+    return sorted(cache.resident)
+
+assert "capped_lfu" in live_policies()
+assert kept("capped_lfu") == [B, C]
+assert kept("capped_lfu:3") == kept("lfu") == [A, C]
+trace = as_trace([[[one]] for one in [*steps, A, B]], 5)
+for engine in ("compiled", "python"):
+    # After A, A, A, B, B, C the cap 2 keeps B, C: A misses, takes C's place (one touch), and B hits.
+    assert replay(trace, "capped_lfu", 2, engine=engine).token_misses.tolist() == [1, 0, 0, 1, 0, 1, 1, 0]
+    assert replay(trace, "capped_lfu:3", 2, engine=engine).token_misses.tolist() == [1, 0, 0, 1, 0, 1, 0, 1]
+"""
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    """A copy of the package and the tests with the file and the changes that docs/extending.md describes, and no others."""
+    copy = tmp_path_factory.mktemp("extended")
+    for folder in ("remoe_cli", "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (ROOT / "docs" / "extending.md").read_text()
     (block,) = re.findall(r"<!-- a test runs this block -->\n```python\n(.*?)```", text, re.DOTALL)
-    (tmp_path / "capped_lfu.py").write_text(block)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(POLICIES, "capped_lfu", importlib.import_module("capped_lfu").POLICY)
-    assert "capped_lfu" in live_policies()
-    steps = [[A], [A], [A], [B], [B], [C]]
-    assert contents("capped_lfu", 2, steps) == [B, C]
-    assert contents("capped_lfu:3", 2, steps) == contents("lfu", 2, steps) == [A, C]
-    trace = as_trace([*[[one] for one in steps], [[A]], [[B]]], 5)
-    for engine in ("compiled", "python"):
-        # After A, A, A, B, B, C the cap 2 keeps B, C: A misses, takes C's place (one touch), and B hits.
-        assert replay(trace, "capped_lfu", 2, engine=engine).token_misses.tolist() == [1, 0, 0, 1, 0, 1, 1, 0]
-        assert replay(trace, "capped_lfu:3", 2, engine=engine).token_misses.tolist() == [1, 0, 0, 1, 0, 1, 0, 1]
-    monkeypatch.delitem(sys.modules, "capped_lfu")
+    (name,) = re.findall(r"`(remoe_cli/cache/policies/\w+\.py)`:\n\n<!-- a test runs", text)
+    (copy / name).write_text(block)
+    changes = re.findall(r"```diff\n--- (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(changes) == 4
+    for path, change in changes:
+        lines = change.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if line[0] == " ")
+        file = copy / path
+        assert file.read_text().count(before) == 1, f"docs/extending.md: {path} has not once\n{before}"
+        file.write_text(file.read_text().replace(before, "".join(line[1:] for line in lines)))
+    return copy
+
+
+def in_the_copy(copy: Path, *words: str) -> str:
+    """A command's output. The copy's own package is the one that is run."""
+    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'tests'}"}
+    ran = subprocess.run([sys.executable, *words], cwd=copy, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_documented_example_by_hand(extended):
+    where = "import remoe_cli; print(remoe_cli.__file__)"
+    assert in_the_copy(extended, "-c", where).startswith(str(extended))
+    in_the_copy(extended, "-c", BY_HAND)
+
+
+def test_the_documented_examples_commands_run(extended):
+    write(as_trace([[[one]] for one in (A, B, C) * 4], 9), extended / "t.trace")
+    text = (ROOT / "docs" / "extending.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^    remoe (.*)$", text, re.MULTILINE)]
+    assert [command[0] for command in commands] == ["replay", "decode"]
+    for command in commands:
+        in_the_copy(extended, "-m", "remoe_cli", *command, "--json")
+
+
+def test_the_documented_examples_row_and_twin_pass(extended):
+    chosen = "capped_lfu and slow_twin or every_policy_has_a_row"
+    said = in_the_copy(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_policies.py", "-k", chosen)
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 3 and "failed" not in said

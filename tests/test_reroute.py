@@ -1,5 +1,7 @@
 """Cache-aware rerouting: hand values and properties of the rules, and the walk of one layer over one request."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -220,6 +222,15 @@ def test_strengths_out_of_range(method, strength, words):
 
 def test_defaults():
     assert [default_keep(top_k) for top_k in (1, 2, 4, 6, 8)] == [0, 1, 2, 2, 2]
-    assert default_strengths("max-rank", 6) == [9, 12, 24] and default_strengths("max-rank", 1) == [2, 2, 4]
+    assert default_strengths("max-rank", 6, 64) == [9, 12, 24] and default_strengths("max-rank", 1, 64) == [2, 2, 4]
+    assert default_strengths("max-rank", 6, 16) == [9, 12, 16]
     for method in METHODS:
-        assert all(Rule(method, one, 1) for one in default_strengths(method, 4))
+        for one in default_strengths(method, 4, 5):
+            Rule(method, one, 1).check(4, 5)
+
+
+@pytest.mark.parametrize(("ranks", "good"), [(3, False), (4, True), (8, True), (9, False)])
+def test_ranks_are_from_a_tokens_experts_to_all(ranks, good):
+    with nullcontext() if good else pytest.raises(UsageError, match=r"4 \(the experts a token\) to 8"):
+        Rule("max-rank", ranks, 1).check(4, 8)
+    Rule("cache-prior", ranks, 1).check(4, 8)

@@ -1,6 +1,7 @@
 """remoe reroute: what it prints and reports, and every mistake as one line."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def test_the_report(remoe, model, texts):
 @pytest.mark.parametrize(
     ("method", "policy", "strengths"), [("max-rank", "lfu", [3, 4, 8]), ("threshold", "decayed:0.9", [0.5, 0.7, 0.9])]
 )
-def test_the_table_with_each_methods_own_strengths(remoe, model, texts, method, policy, strengths):
+def test_the_table_with_each_methods_own_strengths(remoe, model, texts, monkeypatch, method, policy, strengths):
+    monkeypatch.setenv("COLUMNS", "400")
     options = ["--method", method, "--policy", policy, "--admission", "bypass", *SIZE]
     ran = remoe("reroute", model, "--prompts", texts, "--cache", 2, *options)
     assert ran.code == 0, ran.err
@@ -92,8 +94,9 @@ def test_the_demo_has_texts_of_its_own(remoe):
         "--json",
     )
     assert ran.code == 0, ran.err
-    assert "holds all 64 experts" in ran.err
+    assert "--cache 99 is taken as 64" in ran.err and "holds all 64 experts" in ran.err
     done = json.loads(ran.out)
+    assert done["capacity"] == 64
     assert done["data"].startswith("demo (corpus") and done["top_k"] == 6 and done["keep"] == 2
     assert done["strengths"][0]["evictions"] == 0
 
@@ -120,6 +123,8 @@ def test_what_cannot_be_rerouted(remoe, model, texts):
         (["--cache", 3, "--strength", "nan"], "at least 0"),
         (["--cache", 3, "--method", "threshold", "--strength", "2"], "0 to 1"),
         (["--cache", 3, "--method", "max-rank", "--strength", "2.5"], "whole number"),
+        (["--cache", 3, "--method", "max-rank", "--strength", "1"], "2 (the experts a token) to 8"),
+        (["--cache", 3, "--method", "max-rank", "--strength", "4,9"], "2 (the experts a token) to 8"),
         (["--cache", 3, "--keep", 3], "--keep is 0 to the 2"),
         (["--cache", 3, "--keep", -1], "--keep is 0"),
         (["--cache", 3, "--policy", "belady"], "what only a replay has"),
@@ -133,3 +138,67 @@ def test_what_cannot_be_rerouted(remoe, model, texts):
         refused(remoe("reroute", model, "--prompts", texts, *options), words)
     refused(remoe("reroute", model, "--cache", 3), "name the texts", "--prompts")
     refused(remoe("reroute", model, "--cache", 3, "--prompts", "no-such.jsonl"), "no-such.jsonl")
+
+
+def test_the_next_command_of_each_mistake_runs(remoe, model, texts):
+    """Each Try line is run as it stands, with all else that was asked for."""
+    Path("notes.md").write_text("# notes")
+    Path("bare.jsonl").write_text('{"text": ""}\n' * 9)
+    good = ["--prompts", texts, "--cache", 3, *SIZE]
+    for options, asked in (
+        (["--prompts", texts, "--cache", 0, *SIZE], {"capacity": 8}),
+        ([*good, "--method", "foo", "--keep", 0], {"method": "cache-prior", "keep": 0}),
+        ([*good, "--admission", "free", "--policy", "lfu"], {"policy": "lfu", "admission": "forced"}),
+        ([*good, "--policy", "belady", "--admission", "bypass"], {"policy": "lru", "admission": "bypass"}),
+        ([*good, "--policy", "all"], {"policy": "lru"}),
+        ([*good, "--policy", "lru,lfu"], {"policy": "lru"}),
+        ([*good, "--strength", "a", "--method", "threshold"], {"method": "threshold"}),
+        ([*good, "--strength", "-1"], {"method": "cache-prior"}),
+        ([*good, "--method", "max-rank", "--strength", "99"], {"method": "max-rank"}),
+        ([*good, "--keep", 3, "--strength", "0,.5"], {"keep": 1}),
+        ([*good[:-2], "--tokens", 9999], {"rows": 4}),
+        ([*good[:4], "--rows", 0, "--tokens", 32], {"row_tokens": 32}),
+        ([*good, "--device", "tpu"], {"device": "cpu"}),
+        (["--cache", 3, *SIZE], {"rows": 4}),
+        (["--cache", 3, *SIZE, "--prompts", "notes.md"], {"rows": 4}),
+        (["--cache", 3, *SIZE, "--prompts", "bare.jsonl"], {"rows": 4}),
+    ):
+        ran = remoe("reroute", model, *options)
+        refused(ran)
+        hint = shlex.split(ran.err.splitlines()[-1].partition("Try: ")[2])
+        assert hint[:3] == ["remoe", "reroute", str(model)], ran.err
+        assert "--data" not in ran.err, ran.err
+        again = remoe(*hint[1:], "--json")
+        assert again.code == 0, (hint, again.err)
+        done = json.loads(again.out)
+        expected = {"capacity": 3, "row_tokens": 32, **asked}
+        expected |= {"row_tokens": done["row_tokens"]} if "--tokens" not in hint else {}
+        assert {key: done[key] for key in expected} == expected
+
+
+def test_one_row_has_no_interval(remoe, model, texts):
+    options = ["--prompts", texts, "--cache", 3, "--strength", ".4", "--rows", 1, "--tokens", 16]
+    done = json.loads(remoe("reroute", model, *options, "--json").out)
+    assert (done["rows"], done["requests"]) == (1, 1)
+    for row in done["strengths"]:
+        assert {row[key] for key in row if key.endswith("_95")} == {None}
+    shown = remoe("reroute", model, *options).out
+    stock, strong = shown.splitlines()[1:3]
+    assert "n/a" in strong and "n/a" not in stock
+    assert "in 1 document," in " ".join(shown.split()) and "one row gives none (n/a)" in " ".join(shown.split())
+    two = json.loads(remoe("reroute", model, *options[:-4], *SIZE, "--json").out)["strengths"][1]
+    assert all(two[key] is not None for key in two if key.endswith("_95") and key != "eor_change_95")
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal(remoe, model, texts, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    ran = remoe("reroute", "demo", "--cache", 12, "--strength", ".2,.5", "--rows", 2, "--tokens", 64)
+    lines = ran.out.splitlines()
+    assert max(map(len, lines)) <= columns
+    head, *_ = (line.split() for line in lines)
+    assert ("simulated" in head) == (columns > 110)
+    assert sum(line.split()[:1] == ["strength"] for line in lines) == 1 + (columns < 110)
+    text = " ".join(ran.out.split())
+    for word in ("95 %: bootstrap", "EOR: share", "hit: share", "simulated: misses", "changed: share"):
+        assert word in text

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +66,7 @@ def _texts_of(remoe, model: Path, texts: Path) -> torch.Tensor:
     from remoe_cli.train.data import load_tokenizer
 
     tokenizer = load_tokenizer(_checkpoint(model))
-    documents, _ = load_prompts(str(model), str(texts), default_recipe(str(model), "qwen3_moe"), tokenizer)
+    documents, _ = load_prompts(str(texts), default_recipe(str(model), "qwen3_moe"), tokenizer)
     cut = cut_requests(documents, 3, 4, 7)
     return torch.cat([cut.prompts_RP, cut.continuations_RS[:, :-1]], 1)
 
@@ -123,7 +128,11 @@ def test_greedy(remoe, model, texts):
 
 def test_greedy_takes_prompts_that_are_shorter_than_a_request(remoe, model, tmp_path):
     texts = write_rows(tmp_path / "short.jsonl", [{"text": "a b c d e"[: 2 * n]} for n in (1, 2, 3, 4)] * 2)
-    refused(remoe("trace", model, "--prompts", texts, "-o", "t.trace"), "tokens of a request", "--greedy")
+    refused(
+        remoe("trace", model, "--prompts", texts, "-o", "t.trace"),
+        "tokens of a request",
+        "--prompt-tokens 4 --new-tokens 4",
+    )
     done = report_of(
         remoe("trace", model, "--prompts", texts, "--greedy", "--new-tokens", 5, "-o", "t.trace", "--json")
     )
@@ -195,7 +204,7 @@ def test_what_cannot_be_recorded(remoe, model, texts, tmp_path):
         ([*good, "--delta", "nothing-here", "-o", "t.trace"], "nothing-here"),
         ([*good, "-o", "taken.trace"], "taken.trace exists"),
         ([*good, "-o", "folder"], "folder is a folder"),
-        ([*good, "-o", "taken.trace/t.trace"], "cannot be written"),
+        ([*good, "-o", "taken.trace/t.trace"], "taken.trace is a file"),
         (["trace", model, "-o", "t.trace"], "name the texts"),
         (["trace", model, "--prompts", "none.jsonl", "-o", "t.trace"], "none.jsonl"),
         (["trace", "no/such/model", "--prompts", texts, "-o", "t.trace"], "no/such/model"),
@@ -233,11 +242,106 @@ def test_the_first_word_is_a_model_unless_it_is_a_command(remoe, model, texts):
 
 
 def test_import_needs_no_torch(tmp_path):
-    import subprocess
-    import sys
-
     code = (
         "import sys; import remoe_cli.trace; from remoe_cli.routing.imports import read_foreign; "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 0
+
+
+def test_the_next_command_of_each_mistake_runs(remoe, model, texts, tmp_path):
+    """Each Try line is run as it stands, with all that was asked for, and writes a trace."""
+    Path("taken.trace").write_text("mine")
+    Path("taken-2.trace").write_text("mine too")
+    Path("my folder").mkdir()
+    Path("notes.md").write_text("# notes")
+    write_rows(Path("short.jsonl"), [{"text": "a b c d e"[: 2 * n]} for n in (1, 2, 3, 4)] * 2)
+    long = write_rows(Path("long.jsonl"), [{"text": f"{i} " + "over the lazy dog " * 99} for i in range(4)])
+    good = ["--prompts", texts, "--probabilities"]
+    for options, mended in (
+        ([*good, *SMALL, "-o", "taken.trace"], "taken-3.trace"),
+        ([*good, *SMALL, "-o", "my folder"], "my folder/t.trace"),
+        ([*good, *SMALL, "-o", "taken.trace/x.trace"], "x.trace"),
+        ([*good, *SMALL, "--seed", -1, "-o", "a.trace"], "a.trace"),
+        ([*good, *SMALL[2:], "--requests", 0, "-o", "b.trace"], "b.trace"),
+        (["--prompts", long, "--probabilities", *SMALL[:4], "--new-tokens", 9999, "-o", "c.trace"], "c.trace"),
+        ([*SMALL, "--probabilities", "-o", "d.trace"], "d.trace"),
+        (["--prompts", "notes.md", *SMALL, "--probabilities", "-o", "e.trace"], "e.trace"),
+        (["--prompts", "short.jsonl", "--probabilities", "-o", "f.trace"], "f.trace"),
+        ([*good, *SMALL, "--device", "tpu", "-o", "g.trace"], "g.trace"),
+    ):
+        ran = remoe("trace", model, *options)
+        assert ran.code != 0, options
+        words = shlex.split(ran.err.partition("Try: ")[2])
+        again = remoe(*words[1:])
+        assert again.code == 0, (options, words, again.err)
+        trace = read(Path(words[words.index("-o") + 1]))
+        assert trace.probabilities is not None and words[words.index("-o") + 1] == mended
+    assert Path("taken.trace").read_text() == "mine" and Path("taken-2.trace").read_text() == "mine too"
+
+
+def test_options_are_refused_before_torch_is_loaded(remoe, model, texts):
+    """Nothing is said of loading, which takes seconds, when the line needs none."""
+    Path("taken.trace").write_text("mine")
+    for options in (["-o", "taken.trace"], ["-o", "."], ["--requests", 0, "-o", "t.trace"], ["-o", "taken.trace/x"]):
+        ran = remoe("trace", model, "--prompts", texts, *options)
+        refused(ran, "Try: remoe trace")
+        assert "Loading" not in ran.err
+    code = (
+        "import sys; from pathlib import Path; from remoe_cli import trace; from remoe_cli.errors import RunError\n"
+        "try: trace.record('demo', Path('.'), trace.Asked(), delta=None, prompts=None, device=None)\n"
+        "except RunError: sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_interruption_after_the_file_is_whole_says_so(tmp_path, monkeypatch, capsys):
+    from remoe_cli import trace as verb
+
+    np.savez(tmp_path / "t.npz", experts=np.zeros((1, 3, 1), int), meta=np.array('{"num_experts": 4}'))
+    replace = os.replace
+
+    def late(*names):
+        replace(*names)
+        raise KeyboardInterrupt
+
+    out = tmp_path / "t.trace"
+    monkeypatch.setattr("remoe_cli.atomic.os.replace", late)
+    with pytest.raises(KeyboardInterrupt):
+        verb.import_trace(tmp_path / "t.npz", out, format=None, n_experts=None)
+    assert f"{out} was whole before the interruption" in " ".join(capsys.readouterr().err.split())
+    assert read(out).n_tokens == 3
+    out.unlink()
+    monkeypatch.setattr("remoe_cli.atomic.os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        verb.import_trace(tmp_path / "t.npz", out, format=None, n_experts=None)
+    assert not out.exists() and "whole" not in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_after_all(remoe, tmp_path, monkeypatch):
+    """The folder looks well and the file cannot be opened: the Try line writes elsewhere."""
+    np.savez(tmp_path / "t.npz", experts=np.zeros((1, 3, 1), int), meta=np.array('{"num_experts": 4}'))
+    monkeypatch.setattr("remoe_cli.trace.tempfile.gettempdir", lambda: str(tmp_path))
+    refused(ran := remoe("trace", "import", "t.npz", "-o", "/proc/x.trace"), "/proc cannot be written")
+    assert remoe(*shlex.split(ran.err.partition("Try: ")[2])[1:]).code == 0 and read(tmp_path / "x.trace").n_tokens == 3
+
+
+def test_nothing_is_left_to_interrupt_after_the_file_is_there(tmp_path, monkeypatch):
+    from remoe_cli import trace as verb
+
+    np.savez(tmp_path / "t.npz", experts=np.zeros((1, 3, 1), int), meta=np.array('{"num_experts": 4}'))
+    order = []
+    monkeypatch.setattr(verb, "facts", lambda *given: order.append("facts") or {})
+    monkeypatch.setattr(verb, "write", lambda *given: order.append("write") or 1)
+    verb.import_trace(tmp_path / "t.npz", tmp_path / "t.trace", format=None, n_experts=None)
+    assert order == ["facts", "write"]
+
+
+def test_a_small_disk_is_told_in_its_own_unit(remoe, model, texts, monkeypatch):
+    from remoe_cli.trace import _amount
+
+    monkeypatch.setattr("remoe_cli.trace.shutil.disk_usage", lambda _: SimpleNamespace(free=123))
+    refused(remoe("trace", model, "--prompts", texts, *SMALL, "-o", "t.trace"), "480 bytes", "123 bytes free")
+    shown = {0: "0 bytes", 999: "999 bytes", 1000: "1 kB", 45_678: "45.7 kB", 12_345_678: "12.3 MB"}
+    shown |= {7_000_000_000: "7 GB", 1_234_000_000_000: "1,234 GB"}
+    assert {size: _amount(size) for size in shown} == shown

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import struct
+import subprocess
+import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +52,7 @@ def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int
         n_experts=n_experts,
         weights=rng.random((tokens, layers, top_k)) if "w" in scores else None,
         provenance={"model": "Modell-ä", "seed": seed, "layers": list(range(layers))},
-        **{name: rng.normal(size=ranked.shape) for letter, name in wide.items() if letter in scores},
+        **{name: rng.random(ranked.shape) - (letter == "h") / 2 for letter, name in wide.items() if letter in scores},
     )
 
 
@@ -238,13 +242,15 @@ def section(trace: RoutingTrace, name: str) -> int:
 @pytest.mark.parametrize(
     ("name", "code", "value", "words"),
     [
-        ("borders", "q", 1, "rising positions from 0 to 20"),
+        ("borders", "q", -1, "rising positions from 0 to 20"),
         ("prefill", "B", 7, "the phase of a token is 7"),
         ("experts", "h", 8, "want ids 0 to 7, got 0 to 8"),
         ("experts", "h", -1, "want ids 0 to 7, got -1 to 7"),
         ("weights", "e", float("nan"), "weights holds values that are not finite"),
         ("weights", "e", float("inf"), "weights holds values that are not finite"),
         ("probabilities", "e", float("-inf"), "probabilities holds values that are not finite"),
+        ("weights", "e", -0.5, "weights holds values below 0"),
+        ("probabilities", "e", -6e-8, "probabilities holds values below 0"),
         ("provenance", "B", 0x80, "its provenance is no JSON"),
     ],
 )
@@ -292,7 +298,63 @@ def test_a_trace_of_another_tool_is_sent_to_import(tmp_path, content):
 
 def test_no_file(tmp_path):
     broken(tmp_path / "none.trace", "there is no trace")
-    broken(tmp_path, "Is a directory")
+    broken(tmp_path, "is a folder")
+    broken(Path("-"), "cannot come through a pipe")
+    broken(Path("/dev/null"), "is no file", "pipe")
+
+
+def test_a_request_that_became_empty_is_named_and_not_its_phases(tmp_path):
+    """Request 0 swallows request 1, so that a prompt token seems to follow a decoded one."""
+    path = tmp_path / "t.trace"
+    prefill = np.array([True, False] * 3)
+    trace = RoutingTrace(np.zeros((6, 1, 1), int), np.array([0, 2, 4, 6]), prefill, 1)
+    write(trace, path)
+    content = bytearray(path.read_bytes())
+    struct.pack_into("<q", content, section(trace, "borders") + 8, 4)
+    path.write_bytes(content)
+    broken(path, "request 1 is empty")
+
+
+def test_minus_zero_is_a_weight_and_head_scores_may_be_below_0(tmp_path):
+    trace = RoutingTrace(
+        np.array([[[0]]]),
+        np.array([0, 1]),
+        np.zeros(1, bool),
+        2,
+        np.array([[[-0.0]]]),
+        head_scores=np.array([[[-2.0, 1]]]),
+    )
+    write(trace, tmp_path / "t.trace")
+    assert equal(read(tmp_path / "t.trace"), trace)
+
+
+def test_the_next_command_of_what_cannot_be_read_runs(remoe, whole, tmp_path):
+    """Each Try line is run as it stands; it leaves the bad file alone and writes a trace that can be read."""
+    content = whole.read_bytes()
+    Path("empty.trace").touch()
+    Path("cut.trace").write_bytes(content[:-9])
+    Path("t.trace").write_text("mine, and no trace")
+    Path("my folder").mkdir()
+    size = ["--requests", 1, "--prompt-tokens", 2, "--new-tokens", 2]
+    for name in ("empty.trace", "cut.trace", "t.trace", "none.trace", "my folder"):
+        before = Path(name).read_bytes() if Path(name).is_file() else None
+        with pytest.raises(TraceError) as stopped:
+            read(Path(name))
+        words = shlex.split(stopped.value.hint)
+        assert words[0] == "remoe" and remoe(*words[1:], *size).code == 0, stopped.value.hint
+        assert read(Path(words[words.index("-o") + 1])).n_requests == 1
+        assert before is None or Path(name).read_bytes() == before
+
+
+def test_a_pipe_is_told_to_go_through_a_file(whole, tmp_path):
+    remoe = f"{sys.executable} -m remoe_cli"
+    run = partial(subprocess.run, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    whole.rename(tmp_path / "base.trace")
+    ran = run(f"cat base.trace | {remoe} replay /dev/stdin --cache 4")
+    assert ran.returncode == 1 and "cannot come through a pipe" in ran.stderr
+    hint = ran.stderr.splitlines()[-1].partition("Try: ")[2]
+    ran = run(f"cat base.trace | ({hint.replace('remoe', remoe)})")
+    assert ran.returncode == 0 and "lru" in ran.stdout
 
 
 @pytest.mark.parametrize(

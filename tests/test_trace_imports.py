@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
+import shlex
 from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import refused, report_of
 
 from remoe_cli.errors import TraceError
 from remoe_cli.report import locality
@@ -27,7 +30,7 @@ turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
 def rows(*tokens: tuple, columns: str = ",0,300") -> str:
     """(turn, phase, step, layer, experts), weights .75, .25."""
     return "".join(
-        f"{turn},{phase},{step},{layer},{slot},{expert},{0.75 - slot / 2}{columns}\n"
+        f"{turn},{phase},{step},{layer},{slot},{expert},{0.75 / 3**slot}{columns}\n"
         for turn, phase, step, layer, experts in tokens
         for slot, expert in enumerate(experts)
     )
@@ -79,7 +82,10 @@ def test_a_layer_that_served_only_the_prompts_last_token(tmp_path):
             "line 16: a token uses 3 experts, those before 2",
         ),
         (HEAD + rows(*DECODED).replace("0,1,2,2,1,", "0,1,2,2,2,"), "line 9: slot 2 where 1 should follow"),
-        (HEAD + rows(*DECODED).replace(",0.75", ",heavy", 1), "line 6: could not convert string to float"),
+        (HEAD + rows(*DECODED).replace(",0.75", ",heavy", 1), "line 6: weight is 'heavy', not a number"),
+        (HEAD + rows(*DECODED).replace(",0.75", ",-0.75", 1), "line 6: weight is '-0.75', not a number from 0"),
+        (HEAD + rows(*DECODED).replace(",0.75", ",inf", 1), "line 6: weight is 'inf'"),
+        (HEAD + rows(*DECODED).replace("0,1,2,1,0,0,", "0,1,2,1,0,0x,"), "line 6: expert is '0x', not a whole number"),
         (HEAD + rows((0, 2, 0, 1, (0, 1))), "line 6: phase 2 is neither 0 nor 1"),
         (HEAD + rows((0, 1, 0, 1, (0, 5)), (0, 1, 0, 2, (0, 1))), "want ids 0 to 4, got 0 to 5"),
         (HEAD + rows((0, 1, 0, 1, (3, 3)), (0, 1, 0, 2, (0, 1))), "token 0 names an expert twice in layer 0"),
@@ -136,6 +142,8 @@ def test_esft_npz_by_hand(tmp_path):
         ({"experts": np.zeros((2, 3, 2), int)}, "token 0 names an expert twice"),
         ({"experts": np.zeros((3, 2), int)}, "experts is int64 [3, 2]"),
         ({"experts": np.zeros((2, 3, 2))}, "experts is float64"),
+        ({"weights": np.full((2, 3, 2), -1.0)}, "weights holds values that are no finite numbers from 0 on"),
+        ({"weights": np.full((2, 3, 2), np.inf)}, "weights holds values that are no finite numbers from 0 on"),
         ({"weights": np.zeros((2, 3, 1))}, "weights is [2, 3, 1], experts [2, 3, 2]"),
         ({"sample_lengths": np.array([2, 2])}, "rising positions from 0 to 3"),
         ({"sample_lengths": np.array([3, 0])}, "request 1 is empty"),
@@ -193,10 +201,80 @@ def test_damage_of_any_kind(tmp_path, format):
         if name != "cut.npz":
             with pytest.raises(TraceError, match=r"format of .* cannot be told"):
                 read_foreign(path)
-    with pytest.raises(TraceError, match="cannot be imported: there is no such file"):
-        read_foreign(tmp_path / "none", format)
-    with pytest.raises(TraceError, match="there is no file"):
-        read_foreign(tmp_path / "none")
+    for asked in (format, None):
+        with pytest.raises(TraceError, match="there is no file") as stopped:
+            read_foreign(tmp_path / "none", asked)
+        assert stopped.value.hint == f"ls {tmp_path}"
+        with pytest.raises(TraceError, match="is a folder"):
+            read_foreign(tmp_path, asked)
+
+
+def test_every_key_that_a_trace_has_is_documented(remoe, tmp_path):
+    page = (Path(__file__).parent.parent / "docs/trace-format.md").read_text()
+    table = page.partition("### Provenance")[2].partition("\n## ")[0]
+    rows_ = re.findall(r"^\| ([a-z_0-9, ]+) \|", table, re.MULTILINE)
+    documented = {key for row in rows_ for key in row.split(", ")}
+    files = (
+        save(tmp_path / "r.csv", HEAD + rows(*PROMPT, *DECODED)),
+        esft_file(tmp_path / "t.npz"),
+        cacheable_file(tmp_path / "c.npz", json.dumps({"model": "m", "num_experts": 8})),
+    )
+    found = {key for file in files for key in read_foreign(file).provenance}
+    size = ["--requests", 1, "--prompt-tokens", 2, "--new-tokens", 2]
+    found |= set(report_of(remoe("trace", "demo", *size, "--greedy", "-o", "d.trace", "--json"))["provenance"])
+    assert found <= documented and {"phase", "accounting", "distinct_4"} <= found
+
+
+def test_a_wrong_option_is_mended_by_the_next_command(remoe, tmp_path):
+    """Each Try line is run as it stands, with the user's own -o, and imports the file."""
+    esft_file(Path("e s.npz"))
+    esft_file(Path("big.npz"), experts=np.full((2, 3, 1), 99), weights=None)
+    cacheable_file(Path("c.npz"), json.dumps({"model": "m", "num_experts": 8}))
+    cacheable_file(Path("bare.npz"), json.dumps({"model": "m"}))
+    esft_file(Path("both.npz"), meta=np.array("{}"))
+    save(Path("r.csv.gz"), HEAD + rows(*PROMPT, *DECODED))
+    save(Path("unsaid.csv"), HEAD.replace("n_expert=5", "") + rows(*DECODED))
+    for number, (file, options, words, mended) in enumerate(
+        (
+            ("e s.npz", ["--format", "route-csv"], "its content is esft-npz", {"n_experts": 64}),
+            ("c.npz", ["--format", "esft-npz"], "its content is cacheable-npz", {"n_experts": 8}),
+            ("r.csv.gz", ["--format", "cacheable-npz"], "its content is route-csv", {"n_experts": 5}),
+            ("e s.npz", ["--format", "csv"], "there is no format 'csv'", {"n_experts": 64}),
+            ("e s.npz", ["--experts", 10], "names expert 63, so --experts 10 is too few", {"n_experts": 64}),
+            ("big.npz", ["--experts", 10], "names expert 99, so --experts 10 is too few", {"n_experts": 128}),
+            ("big.npz", [], "names expert 99, and without --experts", {"n_experts": 128}),
+            ("c.npz", ["--experts", 2], "names expert 7, so --experts 2 is too few", {"n_experts": 8}),
+            ("r.csv.gz", ["--experts", 4], "names expert 4, so --experts 4 is too few", {"n_experts": 5}),
+            ("unsaid.csv", ["--experts", 1], "names expert 4, so --experts 1 is too few", {"n_experts": 8}),
+            ("unsaid.csv", [], "does not say n_expert", {"n_experts": 128}),
+            ("bare.npz", [], "does not give num_experts", {"n_experts": 128}),
+            ("c.npz", ["--experts", 0], "--experts is at least 1", {"n_experts": 8}),
+            ("both.npz", [], "cannot be told", {"n_experts": 64}),
+        )
+    ):
+        out = f"my {number}.trace"
+        ran = remoe("trace", "import", file, *options, "-o", out)
+        refused(ran, words)
+        hint = shlex.split(ran.err.partition("Try: ")[2])
+        assert hint[:3] == ["remoe", "trace", "import"] and out in hint
+        done = report_of(remoe(*hint[1:], "--json"))
+        assert {key: done[key] for key in mended} == mended and read(Path(out)).n_experts == mended["n_experts"]
+
+
+def test_what_is_no_trace_at_all_names_the_formats(remoe, tmp_path):
+    Path("README.md").write_text("# a tool\n")
+    Path("notes.gz").write_bytes(gzip.compress(b"# a tool"))
+    for file in ("README.md", "notes.gz"):
+        ran = remoe("trace", "import", file, "-o", "t.trace")
+        refused(ran, "route-csv, esft-npz, cacheable-npz")
+        assert remoe(*shlex.split(ran.err.partition("Try: ")[2])[1:]).code == 0
+    np.savez("other.npz", x=np.zeros(3))
+    refused(remoe("trace", "import", "other.npz", "-o", "t.trace"), "its arrays are x", "route-csv, esft-npz")
+    refused(
+        remoe("trace", "import", "README.md", "--format", "route-csv", "-o", "t.trace"), "it begins with '# a tool'"
+    )
+    Path("noise.npz").write_bytes(b"\xff" * 100)
+    refused(remoe("trace", "import", "noise.npz", "--format", "route-csv", "-o", "t.trace"), "it is no text")
 
 
 def test_a_trace_of_remoe_is_no_import(tmp_path):

@@ -23,6 +23,8 @@ import numpy as np
 from remoe_cli.cache.expert_cache import ExpertCache
 from remoe_cli.errors import UsageError
 
+AGAIN = "remoe reroute demo --cache 8"
+
 
 class Method(NamedTuple):
     """title: what a strength is. highest: of a strength, None where nothing bounds it. whole: it is a count of experts.
@@ -54,15 +56,22 @@ class Rule:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise UsageError(f"--method is {', '.join(METHODS)}, not {self.method!r}.", "--method cache-prior")
+            raise UsageError(f"--method is {', '.join(METHODS)}, not {self.method!r}.", AGAIN)
         method, strength = METHODS[self.method], self.strength
         if not 0 <= strength < np.inf or strength > (method.highest or np.inf):
             most = "at least 0" if method.highest is None else f"0 to {method.highest:g}"
-            raise UsageError(
-                f"a strength of {self.method} is {most}, not {strength:g}.", "the same with another --strength"
-            )
+            raise UsageError(f"a strength of {self.method} is {most}, not {strength:g}.", AGAIN)
         if method.whole and strength != int(strength):
-            raise UsageError(f"a strength of {self.method} is a whole number, not {strength:g}.", "--strength 12")
+            raise UsageError(f"a strength of {self.method} is a whole number, not {strength:g}.", AGAIN)
+
+    def check(self, top_k: int, n_experts: int) -> None:
+        """Raises UsageError for a count of experts below a token's own, or above those that there are."""
+        if METHODS[self.method].whole and not top_k <= self.strength <= n_experts:
+            raise UsageError(
+                f"a strength of {self.method} is {top_k} (the experts a token) to {n_experts} (those of a layer), "
+                f"not {self.strength:g}.",
+                AGAIN,
+            )
 
     def choose(
         self,
@@ -116,9 +125,11 @@ def default_keep(top_k: int) -> int:
     return min(2, top_k // 2)
 
 
-def default_strengths(method: str, top_k: int) -> list[float]:
+def default_strengths(method: str, top_k: int, n_experts: int) -> list[float]:
     """Strengths to show where none are named."""
-    return [float(round(one * top_k)) if METHODS[method].whole else one for one in METHODS[method].shown]
+    if not METHODS[method].whole:
+        return list(METHODS[method].shown)
+    return [float(min(round(one * top_k), n_experts)) for one in METHODS[method].shown]
 
 
 class Walked(NamedTuple):

@@ -1,6 +1,6 @@
 """Held-out requests: a prompt and its true continuation, cut from documents that are long enough; or prompts alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -10,7 +10,11 @@ from remoe_cli.errors import DataError
 from remoe_cli.train.packing import stretches
 
 SHORTEST = 3  # a prompt of one token, one that is fed, and one that it is to predict
-RECIPE_OPTIONS = "--set evaluate.prompt_tokens={} --set evaluate.new_tokens={}"
+OTHER_TEXTS = "the same command with longer texts"
+
+
+def _in_recipe(prompt: int, new: int) -> str:
+    return f"the same command with --set evaluate.prompt_tokens={prompt} --set evaluate.new_tokens={new}"
 
 
 class Requests(NamedTuple):
@@ -19,12 +23,18 @@ class Requests(NamedTuple):
 
 
 def cut_requests(
-    documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int, *, options: str = RECIPE_OPTIONS
+    documents: Sequence[Sequence[int]],
+    requests: int,
+    prompt: int,
+    steps: int,
+    *,
+    shorter: Callable[[int, int], str] = _in_recipe,
+    other: str = OTHER_TEXTS,
 ) -> Requests:
     """The first `requests` stretches of prompt + steps tokens; fewer when the texts run out.
 
-    options: the command's own for both lengths, of which the hint says what would do. Raises DataError when no document is
-    long enough.
+    shorter, other: the command with a prompt and new tokens that would do, and with other texts. Raises DataError when no
+    document is long enough.
     """
     length = prompt + steps
     whole = (stretch for stretch in stretches(documents, length) if len(stretch) == length)
@@ -33,15 +43,21 @@ def cut_requests(
         longest = max(map(len, documents), default=0)
         reason = f"no held-out document has the {prompt} + {steps} tokens of a request (the longest has {longest})."
         if longest < SHORTEST:
-            raise DataError(reason, "the same command with longer texts")
+            raise DataError(reason, other)
         half = longest // 2
-        raise DataError(reason, f"the same command with {options.format(half, longest - half - 1)}")
+        raise DataError(reason, shorter(half, longest - half - 1))
     ids = torch.tensor(found)
     return Requests(ids[:, :prompt], ids[:, prompt:])
 
 
 def cut_prompts(
-    documents: Sequence[Sequence[int]], requests: int, prompt: int, steps: int, *, end: int | None = None
+    documents: Sequence[Sequence[int]],
+    requests: int,
+    prompt: int,
+    steps: int,
+    *,
+    end: int | None = None,
+    other: str = OTHER_TEXTS,
 ) -> list[torch.Tensor]:
     """The prompts of `cut_requests`, then, where they are too few, the first tokens of documents that are shorter than a
     request: [P] ids each, at most `prompt`. end: the token at a text's end, which no such prompt ends with.
@@ -53,7 +69,7 @@ def cut_prompts(
     short = (_without(end, document)[:prompt] for document in documents if len(document) < length)
     found = list(islice(chain(whole, (ids for ids in short if ids)), requests))
     if not found:
-        raise DataError("the texts hold no token to start from.", "the same command with other texts")
+        raise DataError("the texts hold no token to start from.", other)
     return [torch.tensor(ids) for ids in found]
 
 

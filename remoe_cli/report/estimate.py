@@ -10,9 +10,9 @@ from remoe_cli.errors import UsageError
 
 LABEL = "estimate, not measured"
 _BYTES = {
-    "b": 1.0,
-    **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgt", 1)},
-    **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", 1)},
+    "B": 1.0,
+    **{f"{prefix}B": 1000.0**power for prefix, power in zip("kKMGT", (1, 1, 2, 3, 4))},
+    **{f"{prefix}iB": 1024.0**power for prefix, power in zip("kKMGT", (1, 1, 2, 3, 4))},
 }
 _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
@@ -28,27 +28,29 @@ class Estimate(NamedTuple):
         return self.compute_ms + 1e3 * loaded_bytes / self.link
 
 
-def parse_estimate(text: str) -> Estimate:
-    """ "4GB/s,45ms" as an Estimate. Raises UsageError for anything else."""
+def parse_estimate(text: str, command: str = "remoe replay FILE --cache 8") -> Estimate:
+    """ "4GB/s,45ms" as an Estimate. command: what is to be tried with a good one. Raises UsageError for anything else."""
     link, _, compute = text.partition(",")
     rate = _amount(link.strip().removesuffix("/s"), _BYTES) if link.strip().endswith("/s") else None
     compute_ms = _amount(compute, _MILLISECONDS)
     if not rate or compute_ms is None:
         raise UsageError(
-            f"--estimate takes a link in bytes a second (kB/s to TB/s, kiB/s to TiB/s) and a compute time (us, ms, s), "
-            f"not {text!r}.",
-            "remoe replay FILE --cache 8 --estimate 4GB/s,45ms",
+            f"--estimate takes a link in bytes a second (B is bytes: kB/s to TB/s, kiB/s to TiB/s) and a compute time (us, "
+            f"ms, s), not {text!r}.",
+            f"{command} --estimate 4GB/s,45ms",
         )
     return Estimate(rate, compute_ms)
 
 
-def parse_bytes(text: str) -> int:
-    """ "17.3MB", "16.5MiB" or a plain number of bytes. Raises UsageError for anything else, or less than a byte."""
+def parse_bytes(text: str, command: str = "remoe replay FILE --cache 8") -> int:
+    """ "17.3MB", "16.5MiB" or a whole number of bytes. command: what is to be tried with a good size. Raises UsageError for
+    anything else, or less than a byte."""
     size = _amount(text, {"": 1, **_BYTES})
-    if size is None or size < 1:
+    plain = re.fullmatch(r"[^a-zA-Z]*B?\s*", text)
+    if size is None or size < 1 or (plain and size % 1):
         raise UsageError(
-            f"--expert-bytes takes a size of at least 1 byte, such as 17301504 or 17.3MB, not {text!r}.",
-            "the same command with --expert-bytes 17.3MB",
+            f"--expert-bytes takes a size of at least 1 byte (B is bytes), such as 17301504 or 17.3MB, not {text!r}.",
+            f"{command} --expert-bytes 17.3MB",
         )
     return round(size)
 
@@ -56,6 +58,6 @@ def parse_bytes(text: str) -> int:
 def _amount(words: str, units: Mapping[str, float]) -> float | None:
     """A number with a unit; None where it is not one."""
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)", words.strip())
-    if found is None or found[2].lower() not in units:
+    if found is None or found[2] not in units:
         return None
-    return float(found[1]) * units[found[2].lower()]
+    return float(found[1]) * units[found[2]]

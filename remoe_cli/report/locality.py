@@ -2,7 +2,7 @@
 
 All tokens of a trace count: pass `trace.decode()` for the decode figure. A figure that is undefined is None. Traces are read
 in blocks of tokens, so that a memory-mapped one is never copied whole.
-Source, where no other is named: objectives-and-metrics.md, section 4.
+Defined, where no other source is named, in docs/report.md and docs/replay.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every figure of a report that is computed from counts, token ids or times (of routing: locality.py). numpy only.
 
 A figure that is undefined (a zero denominator, too short an input) is None, so that it becomes null in report.json.
-Source, where no other is named: objectives-and-metrics.md, section 4.
+Defined, where no other source is named, in docs/report.md and docs/replay.md.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from remoe_cli.cache import Replay
+from remoe_cli.cache import live_policies, Replay
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED
 from remoe_cli.report.estimate import Estimate
@@ -19,6 +20,12 @@ class References(NamedTuple):
     lru: float | None
     belady_forced: float | None
     belady_bypass: float | None
+
+    def no_gap(self, *reasons: str) -> str | None:
+        """Why there is no gap between LRU and Belady with bypass; reasons: why a replay of them was not to be had."""
+        if self.lru is None or self.belady_bypass is None:
+            return reasons[0]
+        return "LRU loads no more than Belady with bypass" if self.lru == self.belady_bypass else None
 
 
 class Sizes(NamedTuple):
@@ -53,6 +60,22 @@ def figures(done: Replay, references: References, sizes: Sizes) -> dict[str, Any
         "gap_closed": _gap(done, references.lru, references.belady_bypass),
         "gap_closed_forced": _gap(done, references.lru, references.belady_forced),
     }
+
+
+def best(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each arm and capacity the cell that loads least of those whose policy a decoder can run; the first of equals."""
+    live = {*live_policies()}
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for cell in cells:
+        place = cell["arm"], cell["capacity"]
+        if cell["policy"].partition(":")[0] in live and (place not in found or _moved(cell) < _moved(found[place])):
+            found[place] = cell
+    names = ("arm", "capacity", "policy", "admission", "hit_ratio", "loads_a_token", "mb_a_token", "gap_closed")
+    return [{name: found[place][name] for name in names} for place in sorted(found)]
+
+
+def _moved(cell: dict[str, Any]) -> float:
+    return cell["loads_a_token"] if cell["mb_a_token"] is None else cell["mb_a_token"]
 
 
 def interval(numerators: np.ndarray, denominators: np.ndarray) -> metrics.Interval | None:

@@ -5,7 +5,7 @@ Shape letters: T tokens, L MoE layers, E routed experts, K experts a token, R re
 
 import json
 import os
-import shlex
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from remoe_cli import atomic
-from remoe_cli.errors import TraceError
+from remoe_cli.errors import command, TraceError
 from remoe_cli.routing.trace import FLOATS, MOST_EXPERTS, RoutingTrace
 
 MAGIC, VERSION = b"REMOETRC", 1
@@ -56,14 +56,14 @@ def write(trace: RoutingTrace, path: Path) -> int:
     """Writes the trace under its name once it is whole; the file's size in bytes.
 
     Raises TraceError for a trace that a file cannot hold (no request, a request without a token, scores that are not
-    finite, provenance that is no JSON), RunError when the folder cannot be written.
+    finite, weights or probabilities below 0, provenance that is no JSON), RunError when the folder cannot be written.
     """
     if why := _unfit(trace):
-        raise TraceError(f"{path} was not written: {why}.", "remoe trace demo -o t.trace")
+        raise TraceError(f"{path} was not written: {why}.", _fresh(path))
     try:
         provenance = json.dumps(trace.provenance, allow_nan=False, sort_keys=True).encode()
     except (TypeError, ValueError) as error:
-        raise TraceError(f"{path} was not written: its provenance is no JSON ({error}).", "remoe trace demo") from None
+        raise TraceError(f"{path} was not written: its provenance is no JSON ({error}).", _fresh(path)) from None
     flags = sum(flag for name, flag in _FLAGS.items() if getattr(trace, name) is not None)
     shape = trace.n_tokens, trace.n_layers, trace.n_experts, trace.top_k
     header = _Header(MAGIC, VERSION, flags, *shape, 0, trace.n_requests, len(provenance), 0)
@@ -87,56 +87,73 @@ def read(path: Path) -> RoutingTrace:
     Raises TraceError for anything but a whole trace of this version: what is wrong with it, and the next command.
     """
     header, size = _header(path)
-    again = f"cp or record {shlex.quote(str(path))} again: remoe trace MODEL -o {shlex.quote(str(path))}"
     if size != header.size:
         state = "truncated" if size < header.size else "longer than it should be"
-        raise TraceError(f"{path} is {state}: {size:,} bytes, its header says {header.size:,}.", again)
+        raise _damaged(path, f"{size:,} bytes, its header says {header.size:,}", state)
     sections = _sections(header)
     if why := _impossible(header, sections):
-        raise TraceError(f"{path} is damaged: {why}.", again)
+        raise _damaged(path, why)
     whole = np.memmap(path, dtype=np.uint8, mode="r")
     found = {section.name: whole[section.offset : section.end] for section in sections}
     try:
         provenance = json.loads(found.pop("provenance").tobytes())
     except ValueError as error:
-        raise TraceError(f"{path} is damaged: its provenance is no JSON ({error}).", again) from None
+        raise _damaged(path, f"its provenance is no JSON ({error})") from None
     if not isinstance(provenance, dict):
-        raise TraceError(f"{path} is damaged: its provenance is no JSON object.", again)
+        raise _damaged(path, "its provenance is no JSON object")
     if found["prefill"].max(initial=0) > 1:
-        raise TraceError(f"{path} is damaged: the phase of a token is {found['prefill'].max()}, not 0 or 1.", again)
+        raise _damaged(path, f"the phase of a token is {found['prefill'].max()}, not 0 or 1")
     arrays = {s.name: found[s.name].view(s.dtype).reshape(s.shape) for s in sections if s.name != "provenance"}
     arrays["prefill"] = arrays["prefill"].view(np.bool_)
+    if why := _empty(arrays["borders"]):  # before the phases, which then belong to other requests
+        raise _damaged(path, why)
     try:
         trace = RoutingTrace(n_experts=header.experts, provenance=provenance, **arrays)
     except ValueError as error:
-        raise TraceError(f"{path} is damaged: {error}.", again) from None
+        raise _damaged(path, str(error)) from None
     if why := _unfit(trace):
-        raise TraceError(f"{path} is damaged: {why}.", again)
+        raise _damaged(path, why)
     return trace
+
+
+def _damaged(path: Path, why: str, state: str = "damaged") -> TraceError:
+    return TraceError(f"{path} is {state}: {why}; copy it again from where it is whole, or record anew.", _fresh(path))
+
+
+def _fresh(path: Path) -> str:
+    """A command that writes a whole trace beside that path."""
+    return command("trace", "demo", o=atomic.free_name(path))
 
 
 def _header(path: Path) -> tuple[_Header, int]:
     """And the size of the file."""
     try:
+        mode = os.stat(path).st_mode if str(path) != "-" else stat.S_IFIFO
+        if stat.S_ISDIR(mode):
+            raise TraceError(f"{path} is a folder; a trace is a file.", _fresh(path / "t.trace"))
+        if not stat.S_ISREG(mode):
+            hint = "cat > t.trace; remoe replay t.trace --cache 8"
+            raise TraceError(f"{path} is no file; a trace is mapped, so it cannot come through a pipe.", hint)
         with open(path, "rb") as stream:
             raw, size = stream.read(_HEADER.size), os.fstat(stream.fileno()).st_size
     except OSError as error:
-        why = "there is no trace" if isinstance(error, FileNotFoundError) else f"{error.strerror}:"
-        raise TraceError(f"{why} {path}.", f"remoe trace demo -o {shlex.quote(str(path))}") from None
+        why = f"there is no trace {path}" if isinstance(error, FileNotFoundError) else f"{path}: {error.strerror}"
+        raise TraceError(f"{why}.", _fresh(Path(path.name or "t.trace"))) from None
     if not raw:
-        raise TraceError(f"{path} is empty.", f"remoe trace demo -o {shlex.quote(str(path))}")
+        raise TraceError(f"{path} is empty; copy it again from where it is whole, or record anew.", _fresh(path))
     if raw[: len(MAGIC)] != MAGIC[: len(raw)]:
         if raw.startswith(_FOREIGN):
-            hint = f"remoe trace import {shlex.quote(str(path))} -o t.trace"
+            hint = command("trace", "import", path, o=atomic.free_name(Path("t.trace")))
             raise TraceError(f"{path} is no trace of remoe, but may be one of another tool.", hint)
-        raise TraceError(f"{path} is no trace: it does not begin with {MAGIC.decode()}.", "remoe trace demo -o t.trace")
+        fresh = _fresh(Path("t.trace"))
+        raise TraceError(f"{path} is no trace: it does not begin with {MAGIC.decode()}.", fresh)
     if len(raw) < _HEADER.size:
-        raise TraceError(f"{path} is truncated: {size} bytes, less than a header.", "remoe trace demo -o t.trace")
+        raise _damaged(path, f"{size} bytes, less than a header", "truncated")
     header = _Header(*_HEADER.unpack(raw))
     if header.version != VERSION:
         raise TraceError(
             f"{path} is a trace of version {header.version}; this remoe reads version {VERSION}.",
-            "pip install -U remoe-cli" if header.version > VERSION else "remoe trace MODEL -o t.trace",
+            "pip install -U remoe-cli" if header.version > VERSION else _fresh(path),
         )
     return header, size
 
@@ -173,16 +190,23 @@ def _unfit(trace: RoutingTrace) -> str | None:
     """Why a file does not hold such a trace."""
     if not trace.n_requests:
         return "the trace holds no request"
-    lengths = np.diff(trace.borders)
-    if not lengths.all():
-        return f"request {int(np.flatnonzero(lengths == 0)[0])} is empty"
+    if why := _empty(trace.borders):
+        return why
     for name in FLOATS:
         array = getattr(trace, name)
         for block in () if array is None else _blocks(array):
+            bits = block.view(np.uint16)
             # exponent bits all set: infinite or not a number; far quicker than isfinite for float16
-            if ((block.view(np.uint16) & 0x7C00) == 0x7C00).any():
+            if ((bits & 0x7C00) == 0x7C00).any():
                 return f"{name} holds values that are not finite"
+            if name != "head_scores" and bits.max(initial=0) > 0x8000:  # a sign bit, but for -0
+                return f"{name} holds values below 0"
     return None
+
+
+def _empty(borders: np.ndarray) -> str | None:
+    empty = np.flatnonzero(np.diff(borders) == 0)
+    return f"request {empty[0]} is empty" if len(empty) else None
 
 
 def _blocks(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TRY = "remoe replay TRACE --cache 8 --policy"
 HINT = f"{TRY} all"
-_NOT_RECORDED = "the tool that it comes from recorded none"
+_FOREIGN = ", the tool that this one comes from did not"
 
 POLICIES: dict[str, Policy] = {
     "lru": lru.POLICY,
@@ -107,12 +107,11 @@ def live_policies() -> list[str]:
 def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> str | None:
     """What a trace would need to be replayed with this policy and which option gives it; None where nothing is missing."""
     needs = choose(asked).policy.needs
-    imported = trace.provenance.get("kind") == "imported"
+    foreign = _FOREIGN if trace.provenance.get("kind") == "imported" else ""
     if "weights" in needs and trace.weights is None:
-        return "the trace has no routing weights; " + (_NOT_RECORDED if imported else "remoe trace records them")
+        return f"the trace has no routing weights; remoe trace records them{foreign}"
     if "probabilities" in needs and trace.probabilities is None:
-        recorded = _NOT_RECORDED if imported else "remoe trace --probabilities records them"
-        return f"the trace has no router probabilities; {recorded}"
+        return f"the trace has no router probabilities; remoe trace --probabilities records them{foreign}"
     if "fit" in needs and "future" not in needs and fit is None:
         return "it is fitted on another trace of the same model, which --fit names"
     return None

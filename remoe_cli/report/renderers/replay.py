@@ -10,14 +10,13 @@ import numpy as np
 
 from remoe_cli.report.rows import megabytes, number
 
-WIDTH = 118
+WIDTH = 120
 Cell = dict[str, Any]
-RESETS = {"request": "a fresh cache each request", "never": "one cache for all requests"}
-WARMS = {
-    "cold": "cold",
-    "prefill": "prompts go through it first, token by token",
-    "batch": "prompts go through it first, as one step a layer",
-    "carry": "it lives on from request to request",
+PROSE = 118
+RESETS = {"request": "a fresh, cold cache for each request", "never": "one cache for all requests, cold at the first"}
+PROMPTS = {
+    "prefill": ", prompts go through it first, token by token",
+    "batch": ", prompts go through it first, as one step a layer",
 }
 ORDERS = {"weight": "the heaviest expert touched last", "listed": "touched as listed"}
 
@@ -31,13 +30,11 @@ def replay_table(result: dict[str, Any], width: int = WIDTH) -> str:
 
     def show(cell: Cell) -> list[str]:
         hit = number(100 * cell["hit_ratio"], 1) + (_half(cell["hit_ratio_95"]) if several else "")
-        moved = megabytes(cell["mb_a_token"]) if cell["mb_a_token"] is not None else number(cell["loads_a_token"], 1)
-        gap = "n/a" if cell["gap_closed"] is None else f"{round(100 * cell['gap_closed'])}%"
-        return [hit, moved, gap, *([number(cell["tpot_ms_estimate"]["mean"], 1)] if timed else [])]
+        return [hit, _moved(cell), _gap(cell), *([number(cell["tpot_ms_estimate"]["mean"], 1)] if timed else [])]
 
     tables = _by_capacity(result, heads, show, width)
-    above, below = map(_arm, result["arms"]), _footnotes(result, several)
-    return "\n".join([*_wrapped(above, width), "", *tables, *_wrapped(below, width)])
+    above, below = map(_arm, result["arms"]), [*_answers(result), *_footnotes(result, several)]
+    return "\n".join([*_wrapped(above, width), "", *tables, *_wrapped(below, width), *_missing(result, width)])
 
 
 def figure_tables(result: dict[str, Any], width: int = WIDTH) -> str:
@@ -91,19 +88,34 @@ def _by_capacity(
         yield from [*(line.rstrip() for line in lines), ""]
 
 
+def _answers(result: dict[str, Any]) -> Iterator[str]:
+    """The best of what a decoder can run, for each arm, where there is a choice."""
+    names = {arm["role"]: arm["name"] for arm in result["arms"]}
+    policies = {(cell["policy"], cell["admission"]) for cell in result["cells"]}
+    for role in names if len(policies) > 1 else ():
+        found = [
+            f"C = {one['capacity']}: {one['policy']} {one['admission']}, {_moved(one)}, gap {_gap(one)}"
+            for one in result["best"]
+            if one["arm"] == role
+        ]
+        if found:
+            of = f" on {names[role]}" if len(names) > 1 else ""
+            yield f"Least {_unit(result)} a token{of} by a policy that a decoder can run: {'; '.join(found)}."
+
+
 def _footnotes(result: dict[str, Any], several: bool) -> Iterator[str]:
     rules, first = result["rules"], result["arms"][0]
     pool = {True: "one pool of C slots a layer", "bytes": "one pool of C experts' bytes a layer"}.get(rules["pool"])
-    cache = f"{RESETS[rules['reset']]}, {WARMS[rules['warm']]}"
+    fitted = rules["fit"] and any(cell["policy"] == "static" for cell in result["cells"])
     yield (
         "; ".join(
             [
-                f"Simulated: {cache}",
+                f"Simulated: {RESETS[rules['reset']]}{PROMPTS.get(rules['warm'], '')}",
                 f"step {rules['step']}, {ORDERS[rules['touch_order']]}",
                 *([pool] if pool else []),
                 *([f"{rules['sessions']} sessions take turns"] if rules["sessions"] > 1 else []),
                 *([f"slots of each layer fitted on {rules['budgets']}"] if rules["budgets"] else []),
-                *([f"static fitted on {rules['fit']}"] if rules["fit"] else []),
+                *([f"static fitted on {rules['fit']}"] if fitted else []),
             ]
         )
         + "."
@@ -111,21 +123,69 @@ def _footnotes(result: dict[str, Any], several: bool) -> Iterator[str]:
     if "bypass" in {cell["admission"] for cell in result["cells"]}:
         staging = f"{first['top_k']} experts of staging"
         yield f"Bypass has {staging} {'taken from its' if rules['equal'] == 'memory' else 'beside its'} slots."
+        yield from _cramped(result)
     of = f", both on {first['name']}" if len(result["arms"]) > 1 else ""
     yield (
         f"hit %: of the experts that steps ask for{', ± half of the 95 % interval over requests' if several else ''}. "
-        f"{_unit(result)}: loaded a token. gap: share of the way from LRU (0 %) to Belady with bypass (100 %){of}, in loads a token."
+        f"{_unit(result)}: loaded a token. gap: share of the way from LRU (0 %) to Belady with bypass (100 %){of}, in loads "
+        "a token; below 0 %: more loads than LRU."
     )
+    if ahead := dict.fromkeys(cell["policy"] for cell in result["cells"] if cell["proactive"]):
+        yield (
+            f"What {', '.join(ahead)} loads ahead of need counts in {_unit(result)} and gap, not in hit %: more hits can be "
+            "more loads."
+        )
+    reasons: dict[str, list[str]] = {}
+    for one in result["references"]:
+        if one["reason"] is not None:
+            reasons.setdefault(one["reason"], []).append(str(one["capacity"]))
+    for reason, capacities in reasons.items():
+        yield f"gap n/a at C = {', '.join(capacities)}: {reason}."
     if result["estimate"] is not None:
         yield (
             f"est. ms: {result['estimate']['label']}: {result['estimate']['compute_ms']:g} ms of compute and all bytes of a "
             f"token over {result['estimate']['link_bytes_a_second'] / 1e9:g} GB/s, one after the other."
         )
-    reasons: dict[str, list[str]] = {}
+
+
+def _cramped(result: dict[str, Any]) -> Iterator[str]:
+    """On bypass caches that hold less than one token asks for, where a row hits next to nothing for it."""
+    first, sizes = result["arms"][0], result["expert_bytes"]
+    token = first["top_k"] * first["moe_layers"]
+    if result["rules"]["pool"] == "bytes":
+        token = first["top_k"] * sum(sizes)
+    small = {
+        cell["capacity"]: cell["slots"]
+        for cell in result["cells"]
+        if cell["admission"] == "bypass" and cell["slots"] < token and cell["hit_ratio"] < 0.01
+    }
+    if small:
+        shown = ", ".join(f"C = {capacity}" for capacity in small)
+        yield (
+            f"At {shown} that leaves less than the experts of one token: a policy that keeps what was touched last, as LRU "
+            "does, then loses experts just before they are asked for again, so hits near 0 are no error."
+        )
+
+
+def _missing(result: dict[str, Any], width: int) -> Iterator[str]:
+    """What reads n/a and why, each with its command on a line of its own."""
+    found: dict[tuple[str, str | None], list[str]] = {}
     for one in result["unavailable"]:
-        reasons.setdefault(one["reason"], []).append(one["policy"])
-    for reason, policies in reasons.items():
-        yield f"n/a: {', '.join(dict.fromkeys(policies))}: {reason}."
+        found.setdefault((one["reason"].rstrip("."), one["try"]), []).append(one["policy"])
+    for (reason, command), policies in found.items():
+        yield from _wrapped(
+            [f"n/a: {', '.join(dict.fromkeys(policies))}: {reason}.{' Try:' if command else ''}"], width
+        )
+        if command:
+            yield f"  {command}"
+
+
+def _gap(cell: Cell) -> str:
+    return "n/a" if cell["gap_closed"] is None else f"{round(100 * cell['gap_closed'])}%"
+
+
+def _moved(cell: Cell) -> str:
+    return megabytes(cell["mb_a_token"]) if cell["mb_a_token"] is not None else number(cell["loads_a_token"], 1)
 
 
 def _unit(result: dict[str, Any]) -> str:
@@ -140,10 +200,11 @@ def _arm(arm: dict[str, Any]) -> str:
     made = arm["provenance"]
     model = f" of {made['model']}" if isinstance(made.get("model"), str) else ""
     kind = f", {made['kind']}" if isinstance(made.get("kind"), str) else ""
+    prompt = f" after {arm['prefill_tokens']:,} of prompt" if arm["prefill_tokens"] else ", no prompt"
     return (
         f"{arm['name']}{model}{kind}: {arm['moe_layers']} MoE layers, top-{arm['top_k']} of {arm['n_experts']}; "
-        f"{arm['requests']:,} request{'' if arm['requests'] == 1 else 's'}, {arm['decode_tokens']:,} decode tokens after "
-        f"{arm['prefill_tokens']:,} of prompt."
+        f"{arm['requests']:,} request{'' if arm['requests'] == 1 else 's'}, {arm['decode_tokens']:,} decode tokens"
+        f"{prompt}."
     )
 
 
@@ -176,7 +237,7 @@ def _trace_figures(found: dict[str, Any], width: int) -> Iterator[str]:
         f"{number(usage['cv_layers'], 3)} (pooled {number(usage['cv_pooled'], 3)}), {number(usage['effective_experts'], 1)} "
         f"effective experts; busiest rank over mean: {ranks or 'n/a'}."
     )
-    yield from wrap(sentence, width)
+    yield from _wrapped([sentence], width)
     yield ""
     yield "LRU hit % with C slots a layer, cold"
     curve = found["lru_hit_ratio"]
@@ -189,7 +250,7 @@ def _trace_figures(found: dict[str, Any], width: int) -> Iterator[str]:
 
 
 def _wrapped(sentences: Iterable[str], width: int) -> list[str]:
-    return [line for sentence in sentences for line in wrap(sentence, width)]
+    return [line for sentence in sentences for line in wrap(sentence, min(width, PROSE))]
 
 
 def _flat(parts: Any) -> list[str]:

@@ -4,20 +4,33 @@ Shape letters: L MoE layers, T tokens, K experts a token, E routed experts.
 """
 
 import json
-import shlex
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from remoe_cli.errors import TraceError
+from remoe_cli.routing.imports.refuse import again, bad, check_experts
 from remoe_cli.routing.trace import RoutingTrace
 
+ESFT, CACHEABLE = "deepseek-ai/ESFT", "Shriniwas410/cacheable-by-design"
 ESFT_EXPERTS = 64  # DeepSeek-V2-Lite, whose routing these files hold, is not named in them
 
 
+@contextmanager
+def _of(repository: str) -> Iterator[None]:
+    """Where a damaged file can be fetched again."""
+    try:
+        yield
+    except TraceError as error:
+        raise TraceError(error.message, error.hint or f"git clone https://github.com/{repository}") from None
+
+
+@_of(ESFT)
 def read_esft(path: Path, n_experts: int | None = None) -> RoutingTrace:
     """Keys experts [L, T, K] (ids ascending inside a token), weights [L, T, K] (not renormalised), sample_lengths [R],
     layers [L]. Source: github.com/deepseek-ai/ESFT, results/expert_scores.
@@ -38,17 +51,21 @@ def read_esft(path: Path, n_experts: int | None = None) -> RoutingTrace:
     }
     if "layers" in found:
         provenance["layers"] = _integers(path, found, "layers", 1).tolist()
+    check_experts(path, experts, n_experts, ESFT_EXPERTS)
     if n_experts is None and experts.size and experts.max() >= ESFT_EXPERTS:
         why = f"it names expert {experts.max()}, and without --experts it is taken to have {ESFT_EXPERTS} a layer"
-        raise _bad(path, why, f"remoe trace import {shlex.quote(str(path))} --experts N -o t.trace")
+        raise bad(path, why, again(path, experts=1 << int(experts.max()).bit_length()))
     weights = found.get("weights")
     if weights is not None and weights.shape != found["experts"].shape:
         raise _bad(path, f"weights is {list(weights.shape)}, experts {list(found['experts'].shape)}")
+    if weights is not None and (weights.dtype.kind != "f" or not ((weights >= 0) & np.isfinite(weights)).all()):
+        raise _bad(path, "weights holds values that are no finite numbers from 0 on")
     weights = None if weights is None else weights.transpose(1, 0, 2)
     borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return _trace(path, experts, borders, n_experts or ESFT_EXPERTS, weights, provenance)
 
 
+@_of(CACHEABLE)
 def read_cacheable(path: Path, n_experts: int | None = None) -> RoutingTrace:
     """Keys experts [L, T, K] and meta, a JSON text with model, num_experts and source. No weights.
     Source: github.com/Shriniwas410/cacheable-by-design, routing-lab/traces and runs.
@@ -59,11 +76,12 @@ def read_cacheable(path: Path, n_experts: int | None = None) -> RoutingTrace:
     found = _load(path, ("experts", "meta"))
     try:
         meta = json.loads(str(found["meta"]))
-        experts_of = int(meta["num_experts"]) if n_experts is None else n_experts
+        own = int(meta["num_experts"]) if n_experts is None or "num_experts" in meta else None
         model, source = str(meta.get("model")), str(meta.get("source"))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _bad(path, f"its meta does not give num_experts ({error!r})") from None
+        raise bad(path, f"its meta does not give num_experts ({error!r})", again(path, experts=128)) from None
     experts = _integers(path, found, "experts", 3).transpose(1, 0, 2)
+    check_experts(path, experts, n_experts, own)
     provenance = {
         "model": model,
         "kind": "imported",
@@ -72,9 +90,10 @@ def read_cacheable(path: Path, n_experts: int | None = None) -> RoutingTrace:
         "phase": "teacher-forced text",
         "accounting": {"touch_order": "listed", "step": "sequential", "reset": "never"},
     }
-    return _trace(path, experts, np.array([0, len(experts)]), experts_of, None, provenance)
+    return _trace(path, experts, np.array([0, len(experts)]), n_experts or own or 0, None, provenance)
 
 
+@_of(ESFT)
 def keys(path: Path) -> set[str]:
     """Names of the arrays. Raises TraceError for no whole npz."""
     return set(_open(path).files)
@@ -112,8 +131,7 @@ def _open(path: Path) -> Any:
     try:
         file = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it is no whole npz ({error})"
-        raise _bad(path, why) from None
+        raise _bad(path, f"it is no whole npz ({error})") from None
     if not isinstance(file, np.lib.npyio.NpzFile):
         raise _bad(path, "it is no npz")
     return file
@@ -129,5 +147,5 @@ def _integers(path: Path, found: dict[str, np.ndarray], key: str, dimensions: in
     return array
 
 
-def _bad(path: Path, why: str, hint: str | None = None) -> TraceError:
-    return TraceError(f"{path} cannot be imported: {why}.", hint or f"fetch it again: ls -l {shlex.quote(str(path))}")
+def _bad(path: Path, why: str) -> TraceError:
+    return bad(path, f"{why}; fetch it again", hint="")

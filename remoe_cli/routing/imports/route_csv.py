@@ -5,7 +5,6 @@ Shape letters: L MoE layers, T tokens, K experts a token.
 
 import gzip
 import re
-import shlex
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from remoe_cli.errors import TraceError
+from remoe_cli.routing.imports.refuse import again, bad, check_experts
 from remoe_cli.routing.trace import RoutingTrace
 
 COLUMNS = "turn,phase,step,layer,slot,expert,weight"  # the first ones; what the real cache did follows
 PREFILL, DECODE = 0, 1
+MOST_WEIGHT = float(np.finfo(np.float16).max)
 _WIDTH = COLUMNS.count(",") + 1
 
 
@@ -71,9 +72,10 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             raw = stream.read()
         text = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode()
     except OSError as error:
-        why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read ({error})"
-        raise _bad(path, why) from None
-    except (EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise _bad(path, f"it cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError:
+        raise _bad(path, "it is no text, and a route CSV is (plain or gzip)") from None
+    except (EOFError, zlib.error) as error:
         raise _bad(path, f"it is truncated or damaged ({error})") from None
     return ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip())
 
@@ -82,11 +84,10 @@ def _row(path: Path, number: int, line: str, columns: int, used: dict[tuple[int,
     fields = line.split(",")
     if len(fields) != columns:
         raise _bad(path, f"line {number} has {len(fields)} of {columns} columns: the file is truncated or damaged")
-    try:
-        turn, phase, step, layer, slot, expert = map(int, fields[: _WIDTH - 1])
-        weight = float(fields[_WIDTH - 1])
-    except ValueError as error:
-        raise _bad(path, f"line {number}: {error}") from None
+    turn, phase, step, layer, slot, expert = (
+        _whole(path, number, *field) for field in zip(COLUMNS.split(","), fields[: _WIDTH - 1])
+    )
+    weight = _weight(path, number, fields[_WIDTH - 1])
     if phase not in (PREFILL, DECODE):
         raise _bad(path, f"line {number}: phase {phase} is neither {PREFILL} nor {DECODE}")
     # of one turn the prompt's keys come before those of decoding, as in a trace
@@ -95,6 +96,22 @@ def _row(path: Path, number: int, line: str, columns: int, used: dict[tuple[int,
         raise _bad(path, f"line {number}: slot {slot} where {len(token.experts)} should follow")
     token.experts.append(expert)
     token.weights.append(weight)
+
+
+def _whole(path: Path, number: int, column: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise _bad(path, f"line {number}: {column} is {text[:20]!r}, not a whole number")
+    return int(text)
+
+
+def _weight(path: Path, number: int, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight <= MOST_WEIGHT:
+        raise _bad(path, f"line {number}: weight is {text[:20]!r}, not a number from 0 to {MOST_WEIGHT:g}")
+    return weight
 
 
 def _trace(
@@ -116,11 +133,12 @@ def _trace(
     of_tokens = [[used[(*token, layer)] for layer in layers] for token in tokens]
     turns = [turn for turn, *_ in tokens]
     borders = [0, *(i for i in range(1, len(turns)) if turns[i] != turns[i - 1]), len(turns)]
-    if n_experts is None:
-        said = facts.get("n_expert", "")
-        if not said.isdigit():
-            raise _bad(path, "it does not say n_expert", f"--experts N: remoe trace import {path} --experts 128")
-        n_experts = int(said)
+    experts = np.array([[token.experts for token in row] for row in of_tokens])
+    own = int(said) if (said := facts.get("n_expert", "")).isdecimal() else None
+    check_experts(path, experts, n_experts, own)
+    if n_experts is None and own is None:
+        enough = max(128, 1 << int(experts.max()).bit_length())
+        raise bad(path, "it does not say n_expert, the experts of a layer", again(path, experts=enough))
     provenance = {
         "model": facts.get("model", "").rpartition("/")[2],
         "kind": "imported",
@@ -137,10 +155,10 @@ def _trace(
         provenance["expert_bytes"] = [layer_bytes[layer] for layer in layers]
     try:
         return RoutingTrace(
-            experts=np.array([[token.experts for token in row] for row in of_tokens]),
+            experts=experts,
             borders=np.array(borders),
             prefill=np.array([phase == PREFILL for _, phase, _ in tokens]),
-            n_experts=n_experts,
+            n_experts=n_experts or own or 0,
             weights=np.array([[token.weights for token in row] for row in of_tokens]),
             provenance=provenance,
         )
@@ -170,5 +188,5 @@ def _fill(
     return sorted(filled)
 
 
-def _bad(path: Path, why: str, hint: str | None = None) -> TraceError:
-    return TraceError(f"{path} cannot be imported: {why}.", hint or f"fetch it again: ls -l {shlex.quote(str(path))}")
+def _bad(path: Path, why: str) -> TraceError:
+    return bad(path, f"{why}; fetch it again", "git clone https://github.com/Helldez/BigMoeOnEdge")
