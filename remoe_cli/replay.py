@@ -21,7 +21,7 @@ from remoe_cli.cache.replay import prepare
 from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
 from remoe_cli.errors import CacheError, TraceError, UsageError
-from remoe_cli.report.estimate import Estimate, LABEL, parse_bytes, parse_estimate
+from remoe_cli.report.estimate import Estimate, LABEL, MOST, parse_bytes, parse_estimate
 from remoe_cli.report.replay_inputs import against_notes, fit_notes, names_of, read_fitting, read_trace
 from remoe_cli.report.replay_options import admissions_of, Asked, capacities_of, policies_of, recording, rules_of
 from remoe_cli.report.replays import best, changes, figures, References, Sizes
@@ -313,16 +313,17 @@ def _cut(capacities: list[int], trace: RoutingTrace, notes: list[str]) -> list[i
 
 
 def _layer_bytes(given: int | None, asked: Asked, path: Path, trace: RoutingTrace) -> np.ndarray | None:
-    found = given or trace.provenance.get("expert_bytes")
+    found = trace.provenance.get("expert_bytes") if given is None else given
     if found is None:
         return None
-    try:
-        return np.broadcast_to(np.asarray(found, dtype=np.float64), trace.n_layers)
-    except (TypeError, ValueError):
+    every = found if isinstance(found, list) else [found] * trace.n_layers
+    whole = all(isinstance(one, int) and not isinstance(one, bool) and 1 <= one <= MOST for one in every)
+    if len(every) != trace.n_layers or not whole:
         raise TraceError(
-            f"the trace's expert_bytes is neither a number nor one for each of {trace.n_layers} layers.",
+            f"the trace's expert_bytes is neither a whole number of at least 1 nor one for each of {trace.n_layers} layers.",
             asked.command(path, expert_bytes="17.3MB"),
-        ) from None
+        )
+    return np.array(every, np.int64)
 
 
 def _facts(trace: RoutingTrace) -> dict[str, Any]:

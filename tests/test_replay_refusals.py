@@ -210,3 +210,26 @@ def test_the_next_command_has_every_option(remoe, monkeypatch):
         assert (path, {**vars(got), "capacities": (*got.capacities,)}) == (Path("my $t.trace"), vars(asked))
     assert verb.Asked((6,)).command(Path("t.trace")) == "remoe replay t.trace --cache 6"
     assert len({*vars(full)}) == sum(vars(full)[name] != vars(verb.Asked(("6",)))[name] for name in vars(full))
+
+
+@pytest.mark.parametrize("accounting", [5, [], None, "x"])
+def test_accounting_that_is_no_table(remoe, tmp_path, accounting):
+    write(random_trace(provenance={"accounting": accounting}), tmp_path / "odd.trace")
+    refused(remoe("replay", "odd.trace", "--cache", "4"), "accounting", "no table of options")
+
+
+@pytest.mark.parametrize("size", [-5, 0, "x", [1, 2, 3, 4], 1.5, True, 10**400])
+def test_a_trace_with_a_size_that_no_expert_has(remoe, tmp_path, size):
+    write(random_trace(provenance={"expert_bytes": size}), tmp_path / "odd.trace")
+    for more in ((), ("--pool",)):
+        refused(remoe("replay", "odd.trace", "--cache", "4", *more), "expert_bytes", "--expert-bytes 17.3MB")
+
+
+def test_sizes_beyond_all_experts(remoe, tmp_path):
+    write(random_trace(), tmp_path / "one.trace")
+    many = "9" * 400
+    refused(remoe("replay", "one.trace", "--cache", "4", "--expert-bytes", many), "--expert-bytes takes a size")
+    refused(
+        remoe("replay", "one.trace", "--cache", "4", "--expert-bytes", "1MB", "--estimate", f"{many}GB/s,45ms"),
+        "--estimate takes a link",
+    )

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from remoe_cli.errors import RunError, TraceError
 from remoe_cli.routing import read, RoutingTrace, write
 
 HEADER = "<8sIIQIIIIQQQ"
-VERSION, FLAGS, TOKENS, LAYERS, EXPERTS, TOP_K, RESERVED, REQUESTS, PROVENANCE, SIZE = (
+VERSION, FLAGS, TOKENS, LAYERS, EXPERTS, TOP_K, CHECKSUM, REQUESTS, PROVENANCE, SIZE = (
     8,
     12,
     16,
@@ -66,19 +67,20 @@ def equal(one: RoutingTrace, other: RoutingTrace) -> bool:
 def slowly(path: Path) -> dict:
     """Read by the table of docs/trace-format.md, value by value; nothing of remoe's reader."""
     raw = path.read_bytes()
-    magic, version, flags, tokens, layers, n_experts, top_k, zero, requests, facts, size = struct.unpack_from(
+    magic, version, flags, tokens, layers, n_experts, top_k, checksum, requests, facts, size = struct.unpack_from(
         HEADER, raw
     )
-    assert (magic, version, zero, size) == (b"REMOETRC", 1, 0, len(raw))
-    at, found = 64, {"n_experts": n_experts}
+    assert (magic, version, size) == (b"REMOETRC", 1, len(raw))
+    at, found, summed = 64, {"n_experts": n_experts}, raw[:36] + bytes(4) + raw[40:64]
 
     def take(name: str, code: str, *shape: int) -> None:
-        nonlocal at
+        nonlocal at, summed
         start = (at + 63) // 64 * 64
         assert raw[at:start].strip(b"\0") == b""
         count = int(np.prod(shape))
         values = struct.unpack_from(f"<{count}{code}", raw, start)
         at = start + count * struct.calcsize(code)
+        summed += raw[start:at] if code != "e" else b""
         found[name] = np.array(values).reshape(shape)
 
     take("borders", "q", requests + 1)
@@ -90,6 +92,7 @@ def slowly(path: Path) -> dict:
     start = (at + 63) // 64 * 64
     assert start + facts == len(raw)
     found["provenance"] = json.loads(raw[start:])
+    assert checksum == zlib.crc32(summed + raw[start:])
     return found
 
 
@@ -133,9 +136,10 @@ def test_a_file_by_hand(tmp_path):
     """One request of a prompt token and a decoded one, two layers, top-2 of 5, with weights."""
     path = tmp_path / "t.trace"
     facts = b'{"model":"x"}'
-    content = struct.pack(HEADER, b"REMOETRC", 1, 1, 2, 2, 5, 2, 0, 1, len(facts), 320 + len(facts))
-    content += struct.pack("<2q", 0, 2).ljust(64, b"\0") + bytes([1, 0]).ljust(64, b"\0")
-    content += struct.pack("<8h", 4, 0, 1, 2, 0, 4, 3, 1).ljust(64, b"\0")
+    borders, phase, ids = struct.pack("<2q", 0, 2), bytes([1, 0]), struct.pack("<8h", 4, 0, 1, 2, 0, 4, 3, 1)
+    header = [b"REMOETRC", 1, 1, 2, 2, 5, 2, 0, 1, len(facts), 320 + len(facts)]
+    header[7] = zlib.crc32(struct.pack(HEADER, *header) + borders + phase + ids + facts)
+    content = struct.pack(HEADER, *header) + b"".join(part.ljust(64, b"\0") for part in (borders, phase, ids))
     content += struct.pack("<8e", 0.75, 0.25, 0.5, 0.5, 1, 0, 0.625, 0.375).ljust(64, b"\0") + facts
     path.write_bytes(content)
     trace = read(path)
@@ -201,7 +205,7 @@ def test_every_truncation_is_refused(tmp_path):
         (VERSION, "I", 0, "version 0"),
         (FLAGS, "I", 8 + 3, "flags that version 1 does not know"),
         (FLAGS, "I", 1, "the shapes in its header come to"),
-        (RESERVED, "I", 1, "flags that version 1 does not know"),
+        (CHECKSUM, "I", 1, "its checksum is not that of its content"),
         (TOKENS, "Q", 21, "the shapes in its header come to"),
         (TOKENS, "Q", 2**63, "the shapes in its header come to"),
         (LAYERS, "I", 0, "0 layers"),
@@ -382,3 +386,30 @@ def test_a_write_that_fails_leaves_the_former_file(whole, monkeypatch):
     with pytest.raises(RunError, match="No space left"):
         write(random_trace(4, 9, 2, 8, 3), whole)
     assert whole.read_bytes() == before and [path.name for path in whole.parent.iterdir()] == [whole.name]
+
+
+@pytest.mark.parametrize(
+    ("section", "at"),
+    [("header", 28), ("experts", 0), ("prefill", -1), ("borders", -1), ("provenance", 4)],
+)
+def test_damage_that_leaves_a_possible_trace_is_noticed(tmp_path, section, at):
+    """E, an id within its range, a zero between sections, a letter of the provenance."""
+    path = tmp_path / "t.trace"
+    experts = np.array([[[4, 0]], [[2, 1]]])
+    write(RoutingTrace(experts, np.array([0, 2]), np.zeros(2, bool), 8, provenance={"model": "name"}), path)
+    raw = bytearray(path.read_bytes())
+    starts = {"header": 0, "borders": 128, "prefill": 192, "experts": 192, "provenance": raw.index(b"name") - 4}
+    raw[starts[section] + at] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(TraceError, match="damaged"):
+        read(path)
+
+
+def test_provenance_that_json_does_not_know_is_refused(tmp_path):
+    path = tmp_path / "t.trace"
+    write(
+        RoutingTrace(np.zeros((1, 1, 1), int), np.array([0, 1]), np.zeros(1, bool), 1, provenance={"seed": 123}), path
+    )
+    path.write_bytes(path.read_bytes().replace(b"123", b"NaN"))
+    with pytest.raises(TraceError, match="NaN is no number of JSON"):
+        read(path)

@@ -100,6 +100,24 @@ def test_a_bad_route_csv(tmp_path, text, words):
     assert words in stopped.value.message and str(path) in stopped.value.message
 
 
+def test_damaged_zips_are_refused_in_one_line(tmp_path):
+    """Every bit of the first 40 bytes and of the directory: read all the same, or refused; never anything else."""
+    path = tmp_path / "t.npz"
+    meta = json.dumps({"num_experts": 4, "k": 1, "n_moe_layers": 1, "model": "m"})
+    np.savez_compressed(path, experts=np.array([[[1], [2], [3]]], np.int16), meta=meta)
+    raw, refused = path.read_bytes(), 0
+    assert read_foreign(path).n_tokens == 3
+    for bit in [*range(8 * 40), *range(8 * (len(raw) - 150), 8 * len(raw))]:
+        damaged = bytearray(raw)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            read_foreign(path)
+        except TraceError:
+            refused += 1
+    assert refused > 100
+
+
 def test_a_truncated_gzip(tmp_path, shared):
     whole = shared("data/traces/bigmoe-on-edge/qwen.route.csv.gz").read_bytes()
     path = tmp_path / "r.csv.gz"

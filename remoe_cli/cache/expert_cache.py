@@ -197,12 +197,12 @@ class ExpertCache:
 
 
 def _next_use(future: Sequence[int], n_ids: int) -> tuple[list[int], list[int]]:
-    """The ids to come, and for each the place of the next access of it that counts; without one, after all places."""
+    """The ids to come, and for each the place of its next access; after all places where there is none, or where that does
+    not count: then it costs nothing to be loaded there once more."""
     ids = [max(one, ~one) for one in future]
     upcoming: dict[int, int] = {}
     next_use = [0] * len(ids)
     for place in range(len(ids) - 1, -1, -1):
         next_use[place] = upcoming.get(ids[place], len(ids) + ids[place])
-        if future[place] >= 0:
-            upcoming[ids[place]] = place
+        upcoming[ids[place]] = place if future[place] >= 0 else len(ids) + ids[place]
     return ids, next_use

@@ -339,8 +339,9 @@ def next_use(
     n_experts: int,
     ahead: np.ndarray,
 ) -> None:
-    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run that counts;
-    without one, after all places. The other arguments are the kernel's."""
+    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run; after all
+    places where there is none, or where it does not count: then it costs nothing to be loaded there once more. The other
+    arguments are the kernel's."""
     top_k = experts.shape[2]
     end = len(ahead)
     access = end
@@ -363,8 +364,8 @@ def next_use(
                         )
                     access -= 1
                     ahead[access] = upcoming[expert]
-                    if len(uncounted) == 0 or not uncounted[token]:
-                        upcoming[expert] = access
+                    counts = len(uncounted) == 0 or not uncounted[token]
+                    upcoming[expert] = access if counts else end + expert
 
 
 @cache

@@ -14,6 +14,7 @@ _BYTES = {
     **{f"{prefix}B": 1000.0**power for prefix, power in zip("kKMGT", (1, 1, 2, 3, 4))},
     **{f"{prefix}iB": 1024.0**power for prefix, power in zip("kKMGT", (1, 1, 2, 3, 4))},
 }
+MOST = float(2**53)  # whole numbers up to here are exact as floats
 _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
@@ -60,4 +61,5 @@ def _amount(words: str, units: Mapping[str, float]) -> float | None:
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-zA-Z]*)", words.strip())
     if found is None or found[2] not in units:
         return None
-    return float(found[1]) * units[found[2]]
+    amount = float(found[1]) * units[found[2]]
+    return amount if amount <= MOST else None

@@ -9,10 +9,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from remoe_cli.atomic import free_name
 from remoe_cli.cache import choose, POLICIES
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.cache.policies import nearest
-from remoe_cli.errors import CacheError, UsageError
+from remoe_cli.errors import CacheError, command, TraceError, UsageError
 from remoe_cli.routing import RoutingTrace
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
@@ -112,6 +113,11 @@ def capacities_of(asked: Asked, path: Path) -> list[int]:
 def rules_of(asked: Asked, path: Path, trace: RoutingTrace) -> tuple[dict[str, Any], list[str], list[str]]:
     """Options of replay; which of them the trace decided; notes. Given ones win, then the trace's accounting."""
     accounting = trace.provenance.get("accounting", {})
+    if not isinstance(accounting, dict):
+        raise TraceError(
+            f"the accounting that {path} asks for is no table of options, but {accounting!r}.",
+            command("trace", "demo", o=free_name(path)),
+        )
     rules: dict[str, Any] = {}
     from_trace = []
     for name, allowed in ALLOWED.items():

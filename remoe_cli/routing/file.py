@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ _FOREIGN = (b"PK\x03\x04", b"\x1f\x8b", b"# route_trace", b"turn,phase,")  # npz
 
 
 class _Header(NamedTuple):
-    """In the order of the file. flags: which of FLOATS are there."""
+    """In the order of the file. flags: which of FLOATS are there. checksum: see _checksum."""
 
     magic: bytes
     version: int
@@ -35,7 +36,7 @@ class _Header(NamedTuple):
     layers: int
     experts: int
     top_k: int
-    reserved: int
+    checksum: int
     requests: int
     provenance: int
     size: int
@@ -68,17 +69,26 @@ def write(trace: RoutingTrace, path: Path) -> int:
     shape = trace.n_tokens, trace.n_layers, trace.n_experts, trace.top_k
     header = _Header(MAGIC, VERSION, flags, *shape, 0, trace.n_requests, len(provenance), 0)
     sections = _sections(header)
-    header = header._replace(size=sections[-1].end)
     content: dict[str, Any] = {name: getattr(trace, name) for name in ("experts", "borders", "prefill", *FLOATS)}
     content["provenance"] = np.frombuffer(provenance, dtype=np.uint8)
+    header = header._replace(size=sections[-1].end)
+    header = header._replace(checksum=_checksum(header, sections, content))
     with atomic.new_file(path) as stream:
         stream.write(_HEADER.pack(*header))
         for section in sections:
             stream.write(bytes(section.offset - stream.tell()))
-            array = content[section.name]
-            for start in range(0, len(array), _BLOCK):  # what is mapped or transposed is never copied as a whole
-                stream.write(np.ascontiguousarray(array[start : start + _BLOCK], dtype=section.dtype).data)
+            for block in _blocks(content[section.name]):  # what is mapped or transposed is never copied as a whole
+                stream.write(np.ascontiguousarray(block, dtype=section.dtype).data)
     return header.size
+
+
+def _checksum(header: _Header, sections: list[_Section], content: dict[str, Any]) -> int:
+    """CRC-32 of the header, where it is 0 itself, and of all sections but the floats, which would take long to read."""
+    found = zlib.crc32(_HEADER.pack(*header._replace(checksum=0)))
+    for section in sections:
+        for block in () if section.name in FLOATS else _blocks(content[section.name]):
+            found = zlib.crc32(np.ascontiguousarray(block, dtype=section.dtype).data, found)
+    return found
 
 
 def read(path: Path) -> RoutingTrace:
@@ -95,15 +105,17 @@ def read(path: Path) -> RoutingTrace:
         raise _damaged(path, why)
     whole = np.memmap(path, dtype=np.uint8, mode="r")
     found = {section.name: whole[section.offset : section.end] for section in sections}
+    arrays = {s.name: found[s.name].view(s.dtype).reshape(s.shape) for s in sections}
+    between = [whole[before.end : after.offset] for before, after in zip(sections, sections[1:])]
+    altered = _checksum(header, sections, arrays) != header.checksum or any(gap.any() for gap in between)
     try:
-        provenance = json.loads(found.pop("provenance").tobytes())
-    except ValueError as error:
+        provenance = json.loads(arrays.pop("provenance").tobytes(), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its provenance is no JSON ({error})") from None
     if not isinstance(provenance, dict):
         raise _damaged(path, "its provenance is no JSON object")
     if found["prefill"].max(initial=0) > 1:
         raise _damaged(path, f"the phase of a token is {found['prefill'].max()}, not 0 or 1")
-    arrays = {s.name: found[s.name].view(s.dtype).reshape(s.shape) for s in sections if s.name != "provenance"}
     arrays["prefill"] = arrays["prefill"].view(np.bool_)
     if why := _empty(arrays["borders"]):  # before the phases, which then belong to other requests
         raise _damaged(path, why)
@@ -113,7 +125,13 @@ def read(path: Path) -> RoutingTrace:
         raise _damaged(path, str(error)) from None
     if why := _unfit(trace):
         raise _damaged(path, why)
+    if altered:  # last, since what is named above says more
+        raise _damaged(path, "its checksum is not that of its content")
     return trace
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 def _damaged(path: Path, why: str, state: str = "damaged") -> TraceError:
@@ -177,7 +195,7 @@ def _sections(header: _Header) -> list[_Section]:
 
 
 def _impossible(header: _Header, sections: list[_Section]) -> str | None:
-    if header.flags >= 1 << len(_FLAGS) or header.reserved:
+    if header.flags >= 1 << len(_FLAGS):
         return "its header holds flags that version 1 does not know"
     if not 1 <= header.top_k <= header.experts <= MOST_EXPERTS or header.layers < 1:
         return f"its header says {header.layers} layers with {header.top_k} of {header.experts} experts a token"

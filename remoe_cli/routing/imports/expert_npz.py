@@ -20,6 +20,9 @@ from remoe_cli.routing.trace import RoutingTrace
 ESFT, CACHEABLE = "deepseek-ai/ESFT", "Shriniwas410/cacheable-by-design"
 ESFT_EXPERTS = 64  # DeepSeek-V2-Lite, whose routing these files hold, is not named in them
 
+# what numpy and zipfile raise for a file that is not what its name says; RuntimeError: encrypted, or an unknown method
+_DAMAGED = (ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
+
 
 @contextmanager
 def _of(repository: str) -> Iterator[None]:
@@ -123,14 +126,14 @@ def _load(path: Path, needed: tuple[str, ...]) -> dict[str, np.ndarray]:
         raise _bad(path, f"it has no array {missing[0]!r} (arrays: {', '.join(file.files)})")
     try:
         return {key: file[key] for key in file.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGED as error:
         raise _bad(path, f"it is damaged ({error})") from None
 
 
 def _open(path: Path) -> Any:
     try:
         file = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         raise _bad(path, f"it is no whole npz ({error})") from None
     if not isinstance(file, np.lib.npyio.NpzFile):
         raise _bad(path, "it is no npz")
