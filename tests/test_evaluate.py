@@ -233,6 +233,10 @@ def test_every_policy_without_a_fit_can_be_simulated(remoe, run):
         cells = {(cell["policy"], cell["trace"]): cell for cell in arm["cache"] if cell["admission"] == "forced"}
         assert {(name, kind) for name in names for kind in ("forced", "greedy")} == {*cells}
         assert all(cells["belady", kind]["misses"] <= cells["decayed", kind]["misses"] for kind in ("forced", "greedy"))
+        for one in cells.values():  # of loads, those ahead of need among them
+            low, high = one["mb_a_token_95"]
+            assert low - 1e-9 <= one["mb_a_token"] <= high + 1e-9
+        assert cells["hindsight", "forced"]["proactive"] > 0 == cells["lru", "forced"]["proactive"]
     refused(remoe("eval", run, *QUIET, "--policy", "lru,static"), "fitted on another trace")
     refused(remoe("eval", run, *QUIET, "--policy", "lru,lfuu"), "did you mean lfu")
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from remoe_cli.cache import Replay, replay
+from remoe_cli.cache.budgets import equal_memory
+from remoe_cli.errors import CacheError
 from remoe_cli.report import metrics
 from remoe_cli.routing import RoutingTrace
 
@@ -16,14 +18,23 @@ Key = tuple[str, int, str, str]  # trace kind, capacity, policy, admission
 def replays(
     traces: Mapping[str, RoutingTrace], capacities: Sequence[int], policies: Sequence[str]
 ) -> dict[Key, Replay]:
-    """traces: by kind. Belady in both admission forms, the others forced."""
+    """traces: by kind. Belady in both admission forms, the others forced, at the same memory: slots and staging."""
     return {
-        (kind, capacity, policy, admission): replay(trace, policy, capacity, admission=admission)
+        (kind, capacity, policy, admission): replay(
+            trace, policy, _slots(trace, capacity, admission), admission=admission
+        )
         for kind, trace in traces.items()
         for capacity in capacities
         for policy in policies
         for admission in (("forced", "bypass") if policy == "belady" else ("forced",))
     }
+
+
+def _slots(trace: RoutingTrace, capacity: int, admission: str) -> list[int]:
+    try:
+        return equal_memory(capacity, trace.n_layers, trace.top_k, admission)
+    except CacheError:  # the staging buffer leaves less than a slot for each layer
+        return [1] * trace.n_layers
 
 
 def cache_cells(
@@ -39,8 +50,9 @@ def cache_cells(
 
 def _cell(key: Key, done: Replay, base: Mapping[Key, Replay], expert_bytes: int, is_base: bool) -> dict[str, Any]:
     kind, capacity, policy, admission = key
-    lru = base[kind, capacity, "lru", "forced"].misses
-    belady = {form: base[kind, capacity, "belady", form].misses for form in ("forced", "bypass")}
+    lru = base[kind, capacity, "lru", "forced"].loads
+    belady = {form: base[kind, capacity, "belady", form].loads for form in ("forced", "bypass")}
+    request_loads = done.request_misses + done.request_proactive
     return {
         "trace": kind,
         "policy": policy,
@@ -56,10 +68,10 @@ def _cell(key: Key, done: Replay, base: Mapping[Key, Replay], expert_bytes: int,
         "hit_ratio_95": metrics.bootstrap(done.request_hits, done.request_accesses, seed=BOOTSTRAP_SEED),
         "mb_a_token": metrics.load_mb(done.misses, done.proactive, expert_bytes, done.tokens),
         "mb_a_token_95": metrics.bootstrap(
-            done.request_misses * (expert_bytes / 1e6), done.request_tokens, seed=BOOTSTRAP_SEED
+            request_loads * (expert_bytes / 1e6), done.request_tokens, seed=BOOTSTRAP_SEED
         ),
-        "gap_closed": metrics.gap_closed(done.misses, lru, belady["bypass"]),
-        "gap_closed_forced": metrics.gap_closed(done.misses, lru, belady["forced"]),
+        "gap_closed": metrics.gap_closed(done.loads, lru, belady["bypass"]),
+        "gap_closed_forced": metrics.gap_closed(done.loads, lru, belady["forced"]),
     }
 
 
