@@ -148,7 +148,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         n_experts = m.now[3]
         top_k = experts.shape[2]
         slot = np.empty(end, np.int64)
-        slots = np.empty(end + 1, np.int64)
+        slots = np.empty(end + 1, np.uint32)  # unsigned: no place is counted from the end
         entered = np.empty(end, np.int64)
         leavers = np.empty(end, np.int64)
         ranks = np.empty(end, np.float64)
@@ -202,12 +202,12 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                         for at in range(low, high):
                             value = 0.0
                             if listed:
-                                expert = base + ids[at]
+                                expert = np.uint32(base + ids[at])
                                 if weighted:
                                     value = floats[weights[0, 0, at]]
                             else:
                                 place = top_k - 1 - at if backwards else at
-                                expert = base + experts[row, in_trace, place]
+                                expert = np.uint32(base + experts[row, in_trace, place])
                                 if weighted:
                                     value = floats[weights[row, in_trace, place]]
                             if foreseeing:
