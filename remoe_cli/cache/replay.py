@@ -133,6 +133,11 @@ def replay(
         # a batch asks for at most what its prompt's tokens ask for
         tokens = trace.n_tokens if warm == "batch" else max(unit.n_tokens for unit in units)
         longest = tokens * units[0].n_layers * trace.top_k
+        if longest + trace.n_layers * trace.n_experts > np.iinfo(np.int32).max:
+            raise CacheError(
+                f"{longest:,} accesses are more than policy {chosen.name} can foresee in one cache (2^31)",
+                f"{HINT} --policy lru",
+            )
         for _ in range(workers):
             scratch.put(np.empty(longest, np.int32))
     experts = np.ascontiguousarray(trace.experts)
