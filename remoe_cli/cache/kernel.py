@@ -202,12 +202,12 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                         for at in range(low, high):
                             value = 0.0
                             if listed:
-                                expert = np.uint32(base + ids[at])
+                                expert = np.uint32(base + ids[at])  # type: ignore[assignment]
                                 if weighted:
                                     value = floats[weights[0, 0, at]]
                             else:
                                 place = top_k - 1 - at if backwards else at
-                                expert = np.uint32(base + experts[row, in_trace, place])
+                                expert = np.uint32(base + experts[row, in_trace, place])  # type: ignore[assignment]
                                 if weighted:
                                     value = floats[weights[row, in_trace, place]]
                             if foreseeing:
