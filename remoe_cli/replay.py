@@ -17,7 +17,7 @@ from remoe_cli.cache.budgets import equal_memory, fit_budgets
 from remoe_cli.cache.curve import lru_curve
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.cache.policies import lacks
-from remoe_cli.cache.replay import prepare
+from remoe_cli.cache.replay import clash, prepare
 from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
 from remoe_cli.errors import CacheError, TraceError, UsageError
@@ -141,13 +141,9 @@ class _Bench:
     def hindrance(self, arm: Arm, key: Key) -> Hindrance | None:
         if (missing := lacks(key.policy, arm.trace, self.fit)) is not None:
             return Hindrance(missing, self._with_what_is_missing(arm, key.policy))
-        if "probabilities" in choose(key.policy).policy.needs:
-            if self.rules["step"] == "sequential":
-                mend = self.asked.command(self.path, step="atomic")
-                return Hindrance("it follows whole tokens, and --step sequential has none", mend)
-            if self.rules["warm"] == "batch":
-                mend = self.asked.command(self.path, warm="prefill")
-                return Hindrance("it follows single tokens, and --warm batch serves prompts whole", mend)
+        if (why := clash(key.policy, self.rules["step"], self.rules["warm"])) is not None:
+            mend = {"step": "atomic"} if self.rules["step"] == "sequential" else {"warm": "prefill"}
+            return Hindrance(why, self.asked.command(self.path, **mend))
         reason = self.slots[key.admission, key.capacity].reason
         if reason is None:
             return None

@@ -7,16 +7,9 @@ i // layers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-NEVER = 10**9
-
-
-class SlowStep(NamedTuple):
-    hits: list[int]
-    misses: list[int]
-    admitted: list[int]
-    evicted: list[int]
+from slow_reference import NEVER, SlowStep
 
 
 @dataclass

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from remoe_cli.cache.schedule import schedule
+from remoe_cli.cache.threads import each
 from remoe_cli.routing import RoutingTrace
 
 
@@ -36,8 +36,4 @@ def lru_curve(
         depths(experts, tokens, backwards, sequential, runs, layer, trace.n_experts, seen)
         return np.concatenate([[0], np.cumsum(seen[:-1])])
 
-    executor = ThreadPoolExecutor(threads or os.cpu_count() or 1)
-    try:
-        return np.stack(list(executor.map(work, range(trace.n_layers))))
-    finally:
-        executor.shutdown(cancel_futures=True)
+    return np.stack(each(work, range(trace.n_layers), threads or os.cpu_count() or 1))

@@ -37,7 +37,8 @@ class ExpertCache:
     admission: "forced": the experts of a step are protected until it is over and stay at least until the next one; a step
     that touches more than fit leaves the last touched, whatever the policy. "bypass": after a step the cache keeps the
     best of residents and touched alike, so that an expert just used may leave at once.
-    future: for an oracle, the id of every access to come, ~id where its hit would not count. fit: [n_layers * n_experts] uses in the fitted trace, if any.
+    future: for an oracle, the id of every access to come, ~id where its hit would not count. fit: [n_layers * n_experts]
+    uses in the fitted trace, if any.
     sizes: by id; capacity is then in their unit, and forced admission may exceed it by the experts of one step.
 
     Counters, in experts, since construction or reset: hits, misses, evictions, proactive.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -14,17 +13,28 @@ from remoe_cli.cache.counts import Counts, Replay
 from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache
 from remoe_cli.cache.policies import choose, Chosen, lacks
 from remoe_cli.cache.schedule import batches, HINT, Schedule, schedule, Steps, WARMS
+from remoe_cli.cache.threads import each
 from remoe_cli.errors import CacheError
 from remoe_cli.routing import RoutingTrace
 
+OPTIONS: dict[str, tuple] = {  # each with its default first
+    "step": ("atomic", "sequential"),
+    "reset": ("request", "never"),
+    "touch_order": ("weight", "listed"),
+    "warm": WARMS,
+    "pool": (False, True, "bytes"),
+}
 ENGINES = ("compiled", "python")
 
 
 class _Job(NamedTuple):
-    """What all units share. experts: the trace's, contiguous. scratch: a worker's room for what an oracle foresees."""
+    """What all units share. experts: the trace's, contiguous; weights, scores: where the policy needs them, as bits.
+    scratch: a worker's room for what an oracle foresees."""
 
     chosen: Chosen
     experts: np.ndarray
+    weights: np.ndarray
+    scores: np.ndarray
     trace: RoutingTrace
     plan: Schedule
     forced: bool
@@ -93,27 +103,17 @@ def replay(
     Raises CacheError for an unknown option, a capacity below 1, a trace without a decode token, or one that lacks what the
     policy needs.
     """
-    for given, allowed in (
-        (admission, ADMISSIONS),
-        (step, ("atomic", "sequential")),
-        (reset, ("request", "never")),
-        (touch_order, ("weight", "listed")),
-        (warm, WARMS),
-        (pool, (False, True, "bytes")),
-        (engine, ENGINES),
-    ):
-        if given not in allowed:
-            raise CacheError(f"no replay option {given!r}: {' or '.join(map(str, allowed))}", HINT)
+    given = {"step": step, "reset": reset, "touch_order": touch_order, "warm": warm, "pool": pool}
+    allowed = {**OPTIONS, "admission": ADMISSIONS, "engine": ENGINES}
+    for name, value in {**given, "admission": admission, "engine": engine}.items():
+        if value not in allowed[name]:
+            raise CacheError(f"no replay option {value!r}: {' or '.join(map(str, allowed[name]))}", HINT)
     chosen = choose(policy)
     missing = lacks(policy, trace, fit)
     if missing is not None:
         raise CacheError(f"policy {chosen.name} can't replay this trace: {missing}", HINT)
-    if "probabilities" in chosen.policy.needs and (step == "sequential" or warm == "batch"):
-        raise CacheError(
-            f"policy {chosen.name} reads the routers' probabilities once a token: it takes neither --step sequential nor "
-            "--warm batch",
-            f"{HINT} --policy {chosen.name} --step atomic --warm cold",
-        )
+    if (why := clash(policy, step, warm)) is not None:
+        raise CacheError(f"policy {chosen.name}: {why}", f"{HINT} --policy {chosen.name} --step atomic --warm cold")
     if step == "sequential" and warm == "batch":
         raise CacheError(
             "--warm batch serves a prompt as one step, so it goes with --step atomic", f"{HINT} --warm batch"
@@ -122,7 +122,7 @@ def replay(
     needs = chosen.policy.needs
     if engine == "compiled":
         prepare(policy)
-    fitted = trace if {"future", "fit"} <= {*needs} else fit
+    fitted = (trace if "future" in needs else fit) if "fit" in needs else None
     threads = threads or os.cpu_count() or 1
     sizes = _sizes(trace, expert_bytes) if pool == "bytes" else np.empty(0, np.int64)
     units = _units(trace, plan, capacity, pool, sizes, fitted, threads)
@@ -142,19 +142,23 @@ def replay(
             scratch.put(np.empty(longest, np.int32))
     experts = np.ascontiguousarray(trace.experts)
     job = _Job(
-        chosen, experts, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
+        chosen, experts, _bits(trace.weights if "weights" in needs else None),
+        _bits(trace.probabilities if "probabilities" in needs else None), trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
         bool((plan.tokens_N < 0).any()), warm == "prefill" and chosen.policy.fill, scratch,
     )  # fmt: skip
     serve = _compiled if engine == "compiled" else _plain
     counts = Counts(trace, plan)
-    executor = ThreadPoolExecutor(workers)
-    try:
-        list(executor.map(lambda unit: serve(job, unit, counts), units))
-    finally:
-        executor.shutdown(cancel_futures=True)
+    each(lambda unit: serve(job, unit, counts), units, workers)
     slots = sum({unit.layers.start: unit.capacity for unit in units}.values())
     staging = trace.top_k if admission == "bypass" else max(0, trace.top_k - min(unit.capacity for unit in units))
     return counts.replay(slots, staging)
+
+
+def clash(policy: str, step: str, warm: str) -> str | None:
+    """Why a policy does not go with these options; None where it does."""
+    if "probabilities" in choose(policy).policy.needs and (step == "sequential" or warm == "batch"):
+        return "it reads the routers' probabilities once a token: it takes neither --step sequential nor --warm batch"
+    return None
 
 
 def prepare(policy: str) -> float | None:
@@ -225,10 +229,10 @@ def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
     from remoe_cli.cache.kernel import arrays, frozen, halves_as_floats, kernel, next_use
 
     trace, plan, needs, n_layers, first = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers, unit.layers.start
-    ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), trace.weights
+    ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), job.weights
     if job.batched:
         ids, batch_weights, offsets = batches(trace, plan, unit.layers, job.backwards)
-        weights = batch_weights[None, None]
+        weights = _bits(batch_weights[None, None] if "weights" in needs else None)
     missed = np.zeros((unit.n_tokens, n_layers), np.uint16)
     request_misses, evictions = np.zeros((trace.n_requests, n_layers), np.int64), np.zeros(1, np.int64)
     preload = _preload(job.chosen, unit)
@@ -243,8 +247,7 @@ def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
             next_use(*where, *listed, runs, uncounted, first, n_layers, trace.n_experts, ahead)
         kernel(job.chosen.policy)(
             arrays(len(unit.fit), n_layers, trace.n_experts, job.chosen.constants, unit.fit),
-            *where, job.sequential, *listed, frozen(_bits(weights if "weights" in needs else None)),
-            frozen(_bits(trace.probabilities if "probabilities" in needs else None)), halves_as_floats(), frozen(ahead), runs,
+            *where, job.sequential, *listed, frozen(weights), frozen(job.scores), halves_as_floats(), frozen(ahead), runs,
             frozen(plan.owner_N), uncounted, job.fill, first, unit.capacity, unit.slots_at_least, frozen(unit.sizes),
             frozen(preload), job.forced, missed, request_misses, evictions,
         )  # fmt: skip
@@ -310,7 +313,8 @@ def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[
     counted = not (len(job.plan.uncounted_N) and job.plan.uncounted_N[token])
     for layer in range(unit.n_layers):
         where = row, unit.layers.start + layer
-        scores = None if trace.probabilities is None else trace.probabilities[where].tolist()
+        reads = "probabilities" in job.chosen.policy.needs
+        scores = trace.probabilities[where].tolist() if reads and trace.probabilities is not None else None
         if found is None:
             ids, weights = trace.experts[where][turn], None if trace.weights is None else trace.weights[where][turn]
         else:

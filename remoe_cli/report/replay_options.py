@@ -13,22 +13,16 @@ from remoe_cli.atomic import free_name
 from remoe_cli.cache import choose, POLICIES
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.cache.policies import nearest
+from remoe_cli.cache.replay import OPTIONS
 from remoe_cli.errors import CacheError, command, TraceError, UsageError
 from remoe_cli.routing import RoutingTrace
 
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "step": ("atomic", "sequential"),
-    "reset": ("request", "never"),
-    "touch_order": ("weight", "listed"),
-    "warm": ("cold", "prefill", "carry", "batch"),
-    "pool": (False, True, "bytes"),
-}
 _WORDS = {"capacities": "--cache", "policies": "--policy", "as_json": "--json"}
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The options as given; None: the trace's own accounting decides, else the first of ALLOWED."""
+    """The options as given; None: the trace's own accounting decides, else the first of OPTIONS."""
 
     capacities: Sequence[int | str]
     policies: Sequence[str] = ("all",)
@@ -120,7 +114,7 @@ def rules_of(asked: Asked, path: Path, trace: RoutingTrace) -> tuple[dict[str, A
         )
     rules: dict[str, Any] = {}
     from_trace = []
-    for name, allowed in ALLOWED.items():
+    for name, allowed in OPTIONS.items():
         given, own = getattr(asked, name), accounting.get(name)
         rules[name] = allowed[0] if given is None and own is None else own if given is None else given
         if given is None and own is not None and own != allowed[0]:
