@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +92,12 @@ def hub():
 @pytest.fixture
 def home(tmp_path):
     return tmp_path / "home"
+
+
+def pytest_configure() -> None:
+    """A shell's background job starts with Ctrl-C ignored, and Python then raises no KeyboardInterrupt; tests send it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
