@@ -8,6 +8,8 @@ from typing import Annotated, Optional
 import typer
 
 from remoe_cli import __version__
+from remoe_cli.cli_decode import decode, Floor, Guess, Io, Pack, Ram, Readers, Threads
+from remoe_cli.cli_pack import pack
 from remoe_cli.cli_replay import replay
 from remoe_cli.cli_reroute import reroute
 from remoe_cli.cli_trace import trace
@@ -108,7 +110,19 @@ def evaluate(
         list[str] | None, typer.Option("--set", help="evaluate.key=value, in place of the run's; repeatable.")
     ] = None,
     measure: Annotated[bool, typer.Option(help="Time the offloaded decoder as well.")] = True,
-    threads: Annotated[Optional[int], typer.Option(help="Compute threads of the measured decoder.")] = None,  # noqa: UP045
+    ram: Ram = None,
+    guess: Guess = 0,
+    throttle: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="RATE", help="Experts come in no faster, such as 1GB/s.", rich_help_panel="Reading experts"
+        ),
+    ] = None,
+    readers: Readers = 2,
+    io: Io = "direct",
+    pack: Pack = None,
+    floor: Floor = False,
+    threads: Threads = None,
     fail_on_regress: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -126,6 +140,7 @@ def evaluate(
     from remoe_cli import evaluate as verb
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
+    from remoe_cli.measure.decode_options import Measuring
     from remoe_cli.report.regressions import check_percent, regressions
     from remoe_cli.report.renderers.terminal import terminal
 
@@ -140,6 +155,7 @@ def evaluate(
         base=base,
         overrides=set_ or [],
         measure=measure,
+        measuring=Measuring(ram, guess, throttle, readers, io, pack, floor),
         threads=threads,
         device=device,
     )
@@ -226,37 +242,8 @@ def apply(
     print_data(f"Patched checkpoint: {verb.apply(delta, base, out)}")
 
 
-@app.command()
-def decode(
-    model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
-    cache: Annotated[int, typer.Option(help="Expert slots a layer; at least the model's experts a token.")],
-    delta: Annotated[Optional[str], typer.Option(help="Delta folder, run folder or Hub id to decode with.")] = None,  # noqa: UP045
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "The module defines the following",
-    tokens: Annotated[int, typer.Option(help="New tokens.")] = 32,
-    policy: Annotated[str, typer.Option(help="Cache policy, NAME or NAME:PARAMETER.")] = "lru",
-    admission: Annotated[str, typer.Option(help="forced or bypass.")] = "forced",
-    threads: Annotated[Optional[int], typer.Option(help="Compute threads.")] = None,  # noqa: UP045
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
-    """Continue a prompt with the experts left on disk, C of them a layer in memory; counts and times every load."""
-    from remoe_cli import decode as verb
-    from remoe_cli.console import data as print_data
-
-    done = verb.decode(
-        model,
-        cache,
-        delta=delta,
-        prompt=prompt,
-        tokens=tokens,
-        policy=policy,
-        admission=admission,
-        threads=threads,
-        device=device,
-    )
-    print_data(json.dumps(done) if as_json else verb.summary(done))
-
-
+app.command()(decode)
+app.command()(pack)
 app.add_typer(trace, name="trace")
 app.command()(replay)
 app.command()(reroute)

@@ -1,89 +1,89 @@
-"""remoe decode: continue one prompt with the experts left on disk."""
+"""remoe decode: continue prompts with the experts left on disk, once or in a sweep of settings."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from itertools import product, repeat
+from math import lcm
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 
+from remoe_cli import __version__
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import choose, live_policies
-from remoe_cli.cache.expert_cache import ADMISSIONS
+from remoe_cli.console import note, progress
 from remoe_cli.delta import gates_for
-from remoe_cli.environment import check_threads, device_name, pick_device
-from remoe_cli.errors import CacheError, DataError, UsageError
+from remoe_cli.environment import check_threads, device_name, pick_device, versions
+from remoe_cli.errors import CacheError, DataError, instead, UsageError
 from remoe_cli.families import family_of
+from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.offload import OffloadedDecoder
-from remoe_cli.report.cells import latency_ms
+from remoe_cli.measure.decode_options import Asked, check_for_model, Plan, plan_of, PROMPT
+from remoe_cli.measure.decoded import figures
+from remoe_cli.measure.prompts import default_recipe, lay_out, load_prompts
+from remoe_cli.offload import DecodedBatch, Floor, OffloadedDecoder
 from remoe_cli.train.data import load_tokenizer
 
+FORMAT = 1
+_WARM_UP = 2  # tokens of prompt: enough for first calls to allocate, few enough to touch few experts
 
-def decode(
-    model: str,
-    capacity: int,
-    *,
-    delta: str | None = None,
-    prompt: str = "",
-    tokens: int = 32,
-    policy: str = "lru",
-    admission: str = "forced",
-    threads: int | None = None,
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Text, counts and latency of one greedy continuation, and with which settings it ran.
+
+class _Prompts(NamedTuple):
+    """ids: of each request. source: for display."""
+
+    ids: list[list[int]]
+    source: str
+
+
+def decode(model: str, asked: Asked) -> dict[str, Any]:
+    """Texts, counts and times of every combination of settings, as docs/decode.md lists them.
 
     Raises RemoeError for every mistake, most of them before anything is loaded.
     """
-    check_live(policy)
-    if admission not in ADMISSIONS:
-        raise UsageError(f"--admission is {' or '.join(ADMISSIONS)}, not {admission!r}.", "remoe decode demo --cache 8")
-    if tokens < 1:
-        raise UsageError("--tokens is at least 1.", "remoe decode demo --cache 8 --tokens 32")
-    check_threads(threads)
-    where = pick_device(device)
+    with instead(asked.command(model, policy=None)):
+        check_live(asked.policy)
+    plan = plan_of(asked, model)
+    with instead(asked.command(model, threads=None)):
+        check_threads(asked.threads)
+    with instead(asked.command(model, device="cpu")):
+        where = pick_device(asked.device)
     found = fetch_config(model)
     family_of(found.config, model)
-    top_k = found.config["num_experts_per_tok"]
-    if capacity < top_k:
-        raise CacheError(
-            f"--cache {capacity} is too small for {model}: each token runs {top_k} experts a layer, so the decoder needs at least that.",
-            f"remoe decode {model} --cache {top_k}",
-        )
+    check_for_model(plan, found.config["num_experts_per_tok"], asked, model)
+    room = _room(found.config, plan, asked, model)
     checkpoint = resolve(found)
-    change = find_delta(delta) if delta is not None else None
+    change = find_delta(asked.delta) if asked.delta is not None else None
     if change is not None and change.is_applied(checkpoint):
         change = None
     tokenizer = load_tokenizer(checkpoint)
-    ids = _prompt_ids(tokenizer, prompt)
-    longest = found.config.get("max_position_embeddings")
-    if isinstance(longest, int) and len(ids) + tokens > longest:
-        raise UsageError(
-            f"{len(ids)} tokens of prompt and {tokens} new ones are more than the {longest} that {model} was made for.",
-            "the same command with fewer --tokens",
-        )
-    with OffloadedDecoder(checkpoint, capacity, policy, admission=admission, device=where, threads=threads) as decoder:
+    prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
+    with OffloadedDecoder(
+        checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=asked.threads,
+        settings=plan.settings, pack=asked.pack, batch=max(plan.batches),
+    ) as decoder:  # fmt: skip
         if change is not None:
             decoder.apply_gates(gates_for(decoder.disk_names, change))
-        done = decoder.decode(ids, tokens)
-    return {
-        "text": tokenizer.decode(done.ids, skip_special_tokens=True),
-        "prompt_tokens": len(ids),
-        "new_tokens": len(done.ids),
-        "requested": {"capacity": capacity, "threads": threads, "device": device},
-        "capacity": decoder.capacity,
-        "policy": policy,
-        "admission": admission,
-        "hits": done.counts.hits,
-        "misses": done.counts.misses,
-        "hit_ratio": done.counts.hits / max(1, done.counts.accesses),
-        "bytes": done.counts.decode.bytes,
-        "prefill_bytes": done.counts.prefill.bytes,
-        "mb_a_token": done.counts.decode.bytes / max(1, len(done.ids) - 1) / 1e6,
-        "io": done.counts.io,
-        "device": device_name(where),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
-        "threads": threads or torch.get_num_threads(),
-        **latency_ms([done.latency.ttft_s], [done.latency.itl_s]),
-    }
+        rows = list(_rows(decoder, plan, asked, prompts.ids, tokenizer))
+        known = versions()
+        return {
+            "format": FORMAT,
+            "remoe": __version__,
+            "requested": {"model": model, **asdict(asked), "pack": asked.pack and str(asked.pack)},
+            "model": {
+                "id": checkpoint.id, "commit": checkpoint.commit, "moe_layers": decoder.n_layers,
+                "n_experts": decoder.n_experts, "top_k": decoder.top_k, "expert_bytes": decoder.expert_bytes,
+            },
+            "conditions": {
+                "device": where, "device_name": device_name(where), "dtype": str(decoder.dtype).removeprefix("torch."),
+                "threads": asked.threads or torch.get_num_threads(), "torch": known["torch"],
+                "transformers": known["transformers"], "prompts": prompts.source,
+                "prompt_tokens": [len(ids) for ids in prompts.ids],
+                "sampling": plan.sampling and asdict(plan.sampling), "io": decoder.io, "io_reason": decoder.io_reason,
+            },
+            "rows": rows,
+        }  # fmt: skip
 
 
 def check_live(policy: str) -> None:
@@ -100,28 +100,106 @@ def check_live(policy: str) -> None:
         )
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+def _rows(
+    decoder: OffloadedDecoder, plan: Plan, asked: Asked, prompts: list[list[int]], tokenizer: Any
+) -> Iterator[dict[str, Any]]:
+    """One row a combination: throttle by throttle, then batch, tokens, cache."""
+    combinations = list(product(plan.throttles, plan.batches, plan.tokens, plan.capacities))
+    if len(combinations) > 1:
+        decoder.decode(prompts[0][:_WARM_UP], 2)
+    jobs = len(prompts) * len(combinations)
+    total = len(prompts) * sum(n_new for _, _, n_new, _ in combinations)
+    tokens, begin = 0, monotonic()
+    with progress("decode", total) if jobs > 1 else nullcontext() as bar:
+        for throttle, batch, n_new, capacity in combinations:
+            settings = replace(plan.settings, throttle=throttle)
+            decoder.configure(capacity, asked.policy, admission=asked.admission, batch=batch, settings=settings)
+            done: list[DecodedBatch] = []
+            floors: list[Floor] = []
+            ids: list[list[int]] = []
+            for at in range(0, len(prompts), batch):
+                group = prompts[at : at + batch]
+                one = decoder.decode_batch(group, n_new, sampling=plan.sampling)
+                done.append(one)
+                ids += one.ids
+                if asked.floor:
+                    floors.append(decoder.floor(one))
+                tokens += batch * n_new
+                if bar is not None:
+                    bar.update(tokens, f"  {tokens / max(monotonic() - begin, 1e-3):.1f} tokens/s")
+            yield {
+                "capacity": decoder.capacity, "policy": asked.policy, "admission": asked.admission, "batch": batch,
+                "new_tokens": n_new, **asdict(decoder.settings), **figures(decoder, done, floors),
+                "texts": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+            }  # fmt: skip
+
+
+def _room(config: dict, plan: Plan, asked: Asked, model: str) -> int | None:
+    """Tokens that the model's positions leave for the prompt; None where it has no limit. Raises UsageError."""
+    longest, most = config.get("max_position_embeddings"), max(plan.tokens)
+    if not isinstance(longest, int):
+        return None
+    needed = asked.context or 1
+    if needed + most > longest:
+        fewer = asked.command(model, tokens=min(32, max(1, longest // 2)), context=asked.context and longest // 2)
+        raise UsageError(
+            f"{needed} tokens of prompt and {most} new ones are more than the {longest} that {model} was made for.",
+            fewer,
+        )
+    return longest - most
+
+
+def _prompts(
+    asked: Asked, plan: Plan, model: str, checkpoint: Checkpoint, tokenizer: Any, room: int | None
+) -> _Prompts:
+    """As many as every batch size divides."""
+    together = lcm(*plan.batches)
+    texts: Iterable[list[int]]
+    if asked.prompts is None:
+        found = _of_text(tokenizer, PROMPT if asked.prompt is None else asked.prompt, asked, model)
+        if room is not None and asked.context is None and len(found) > room:
+            most = max(plan.tokens)
+            raise UsageError(
+                f"{len(found)} tokens of prompt and {most} new ones are more than the {room + most} that {model} was made for.",
+                asked.command(model, context=room),
+            )
+        if together > 1 and plan.sampling is None:
+            raise UsageError(
+                f"--batch {asked.batch} of one prompt says the same in every row: name more prompts, or sample.",
+                asked.command(model, prompt=None, prompts="demo"),
+            )
+        texts, source, wanted = repeat(found), "one prompt", together
+    else:
+        recipe = default_recipe(model, checkpoint.model_type)
+        loaded, documents = load_prompts(asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"))
+        end = tokenizer.eos_token_id
+        bodies = (ids[:-1] if ids[-1] == end else ids for ids in loaded if ids)  # a text is to go on
+        texts, source = (body for body in bodies if body), documents.source
+        wanted = asked.requests or max(recipe.evaluate.measured, together)
+        if wanted < together:
+            raise UsageError(
+                f"--requests {wanted} is fewer than the {together} that --batch {asked.batch} takes together.",
+                asked.command(model, requests=together),
+            )
+    ids, notes = lay_out(texts, wanted, together=together, context=asked.context, room=room)
+    if not ids:
+        length = f" of {asked.context} tokens" if asked.context else ""
+        raise DataError(
+            f"the texts give fewer than the {together} prompts{length} that are needed at least.",
+            asked.command(model, batch=None, context=None),
+        )
+    for sentence in notes:
+        note(f"Note: {sentence}")
+    return _Prompts(ids, source)
+
+
+def _of_text(tokenizer: Any, prompt: str, asked: Asked, model: str) -> list[int]:
+    mended = asked.command(model, prompt="Once upon a time")
     try:
         prompt.encode()
     except UnicodeEncodeError:
-        raise DataError("the prompt is not UTF-8 text.", "the same command with another --prompt") from None
+        raise DataError("the prompt is not UTF-8 text.", mended) from None
     ids = tokenizer(prompt).input_ids
     if not ids:
-        raise DataError("the prompt holds no token.", "remoe decode MODEL --cache 8 --prompt 'Once upon a time'")
+        raise DataError("the prompt holds no token.", mended)
     return ids
-
-
-def summary(done: dict[str, Any]) -> str:
-    tpot = done["tpot_ms"]["mean"] if done["tpot_ms"] else None
-    asked = done["requested"]["capacity"]
-    slots = f"C = {done['capacity']}" + (f" (all there are; {asked} asked for)" if asked != done["capacity"] else "")
-    return "\n".join(
-        [
-            done["text"],
-            "",
-            f"{slots}, {done['policy']}, {done['admission']}: hit {done['hit_ratio']:.3f}, {done['misses']:,} loads, "
-            f"{done['mb_a_token']:.3f} MB a token (io {done['io']})",
-            f"ttft {done['ttft_ms']['mean']:.1f} ms, tpot {'n/a' if tpot is None else f'{tpot:.2f} ms'} "
-            f"on {done['device']}, {done['dtype']}, {done['threads']} threads",
-        ]
-    )

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,18 @@ from remoe_cli.cache import choose, POLICIES
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
-from remoe_cli.errors import CacheError, DataError, RunError, UsageError
+from remoe_cli.errors import CacheError, command, DataError, RunError, UsageError
 from remoe_cli.families import family_of
 from remoe_cli.families.loader import compute_dtype, experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.arms import about, choose_arms, control_of, measure_resident
+from remoe_cli.measure.decode_options import AS_IS, check_guess, Measuring
 from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
 from remoe_cli.offload import OffloadedDecoder
-from remoe_cli.offload.store import IO, one_expert_bytes
+from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import Recipe
 from remoe_cli.report.figures import figures
 from remoe_cli.run import Run
@@ -51,17 +52,23 @@ def evaluate(
     base: str | None = None,
     overrides: Sequence[str] = (),
     measure: bool = True,
+    measuring: Measuring = AS_IS,
     threads: int | None = None,
     device: str | None = None,
 ) -> dict:
     """The report (docs/report.md), also written into the run folder. Raises RemoeError for every mistake."""
     policies = list(dict.fromkeys(name for word in policies for name in (_without_fit() if word == "all" else [word])))
     probabilities = _check_options(policies, seeds, threads)
+    measuring.check_measured(measure)
+    settings = measuring.settings()
     found, where = runs.find(run), pick_device(device)
     _check_writable(found)
     recipe = _recipe(found, overrides)
     capacities = _within(capacities, found)
     checkpoint = _base(found, base)
+    check_guess(
+        settings.guess, checkpoint.config["num_experts_per_tok"], lambda **to: command("eval", found.folder, **to)
+    )
     beside = control_of(found, control)
     arms = choose_arms(found, beside, checkpoint)
     texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
@@ -72,8 +79,18 @@ def evaluate(
     offloaded = NOT_MEASURED
     if measure:
         timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
-        with OffloadedDecoder(checkpoint, resident.top_k, device=where, dtype=dtype, threads=threads) as decoder:
-            offloaded = measure_offloaded(decoder, resident.gates, timed, capacities)
+        with OffloadedDecoder(
+            checkpoint,
+            resident.top_k,
+            device=where,
+            dtype=dtype,
+            threads=threads,
+            settings=settings,
+            pack=measuring.pack,
+        ) as decoder:
+            offloaded = measure_offloaded(
+                decoder, resident.gates, timed, capacities, settings=settings, floor=measuring.floor
+            )
 
     def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
         arms, draws = resident.measured[name], texts.samples[name].draws
@@ -98,7 +115,8 @@ def evaluate(
             "text_tokens": resident.measured[OWN]["base"].text.measures().tokens,
             "requests": len(texts.sample.requests.prompts_RP), "prompt_tokens": recipe.evaluate.prompt_tokens,
             "new_tokens": recipe.evaluate.new_tokens, "capacities": capacities, "policies": list(policies),
-            "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests, "io": IO,
+            "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests, "io": offloaded.io,
+            "offload": {**asdict(settings), "pack": measuring.pack and str(measuring.pack)} if measure else None,
         },
         "notes": [*texts.notes, *about(found, beside, base), *offloaded.notes],
         "arms": [

@@ -21,12 +21,13 @@ from remoe_cli.cache.replay import clash, prepare
 from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
 from remoe_cli.errors import CacheError, TraceError, UsageError
-from remoe_cli.report.estimate import Estimate, LABEL, MOST, parse_bytes, parse_estimate
+from remoe_cli.report.estimate import Estimate, LABEL, parse_bytes, parse_estimate
 from remoe_cli.report.replay_inputs import against_notes, fit_notes, names_of, read_fitting, read_trace
 from remoe_cli.report.replay_options import admissions_of, Asked, capacities_of, policies_of, recording, rules_of
 from remoe_cli.report.replays import best, changes, figures, References, Sizes
 from remoe_cli.report.trace_figures import trace_figures
 from remoe_cli.routing import RoutingTrace
+from remoe_cli.sizes import MOST
 
 
 class Arm(NamedTuple):

@@ -17,6 +17,7 @@ from remoe_cli.report import locality, metrics
 from remoe_cli.routing import RoutingTrace, write
 from remoe_cli.routing.imports import IMPORTS, OUT, read_foreign
 from remoe_cli.routing.trace import FLOATS
+from remoe_cli.sizes import show_size
 
 TEXTS = "a file, a folder, a Hub data set, or demo"  # what --prompts takes
 Again = Callable[..., str]  # the command as it was asked for, but for these options
@@ -240,17 +241,8 @@ def _check_room(out: Path, needed: int, again: Again) -> None:
     place = next(folder for folder in out.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(place).free
     if needed > free:
-        reason = f"the trace needs {_amount(needed)} and {place} has {_amount(free)} free."
+        reason = f"the trace needs {show_size(needed)} and {place} has {show_size(free)} free."
         raise RunError(reason, again(o=_elsewhere(out)) + ", or fewer --requests")
-
-
-def _amount(size: float) -> str:
-    """Bytes for a person: 3 figures."""
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} GB" if size < 1000 else f"{size:,.0f} GB"
 
 
 def _check_positions(model: str, config: dict, prompt_tokens: int, new_tokens: int, again: Again) -> None:

@@ -85,8 +85,8 @@ def test_the_whole_way(remoe, model, texts):
     one = remoe("decode", "patched", "--cache", 2, "--tokens", 5, "--json")
     two = remoe("decode", model, "--delta", "pushed", "--cache", 2, "--tokens", 5, "--json")
     assert one.code == 0 and two.code == 0
-    assert json.loads(one.out)["text"] == json.loads(two.out)["text"]
-    assert json.loads(one.out)["misses"] == json.loads(two.out)["misses"]
+    assert json.loads(one.out)["rows"][0]["texts"] == json.loads(two.out)["rows"][0]["texts"]
+    assert json.loads(one.out)["rows"][0]["misses"] == json.loads(two.out)["rows"][0]["misses"]
 
 
 # The twelve wrong inputs, and more of their kind

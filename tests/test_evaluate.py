@@ -15,6 +15,8 @@ from remoe_cli.measure.requests import cut_requests
 from remoe_cli.measure.sample import Sample
 from remoe_cli.recipe import load, override
 from remoe_cli.report.regressions import regressions
+from remoe_cli.report.renderers.markdown import markdown
+from remoe_cli.report.renderers.terminal import terminal
 from remoe_cli.report.rows import cell
 
 QUIET = ("--cache", "2,4", "--no-measure")
@@ -148,6 +150,70 @@ def test_a_control_on_other_texts_is_named(remoe, run, made):
     report = report_of(remoe("eval", run, *QUIET, "--control", "control", "--json"))
     assert [arm["name"] for arm in report["arms"]] == ["base", "remoe (control)", "remoe (tuned)"]
     assert any("control was trained on other texts" in note for note in report["notes"])
+
+
+# ---- the timed decoder
+
+
+def test_how_the_timed_decoder_reads(remoe, run):
+    options = ("--ram", "1MB", "--guess", 1, "--throttle", "20MB/s", "--readers", 1, "--floor")
+    ran = remoe("eval", run, "--cache", "1,2,4", *options, "--json")
+    report = report_of(ran)
+    c = report["conditions"]
+    assert c["io"] in ("direct", "buffered")
+    assert c["offload"] == {
+        "readers": 1, "io": "direct", "ram": 10**6, "guess": 1, "throttle": 2e7, "warm": "cold", "pack": None,
+    }  # fmt: skip
+    for arm in report["arms"]:
+        below, *measured = arm["measured"]
+        assert below == {"capacity": 1, "skipped": "needs C >= 2"}
+        for row in measured:
+            assert row["counts_match"] is True and row["exact"] is True
+            assert row["reads"] == row["misses"] - row["guessed"] + row["guesses"] and row["guesses"] > 0
+            assert row["bytes"] == row["reads"] * report["base"]["expert_bytes"] and row["ram_loads"] > 0
+            assert sum(row["split_ms"].values()) == pytest.approx(row["itl_ms"]["mean"])
+            assert row["limit"]["by"] in ("throttle", "compute") and row["floor"]["share"] > 0
+    shown = markdown(report)
+    for words in (
+        "wait / experts / rest", "limited by", "loads alone", f"io {c['io']}, readers 1, RAM tier 1 MB, guess 1, throttle 20 MB/s;",
+    ):  # fmt: skip
+        assert words in shown
+
+
+def test_counts_that_differ_from_the_simulators_are_told(remoe, run, monkeypatch):
+    from remoe_cli.offload import OffloadedDecoder
+
+    decode = OffloadedDecoder.decode
+
+    def one_read_more(self, *args, **options):
+        done = decode(self, *args, **options)
+        done.counts.decode.reads += 1
+        return done
+
+    monkeypatch.setattr(OffloadedDecoder, "decode", one_read_more)
+    report = report_of(remoe("eval", run, "--cache", "2", "--json"))
+    assert [row["counts_match"] for arm in report["arms"] for row in arm["measured"]] == [False, False]
+    assert "NO" in terminal(report)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--ram", "much"), ("--ram takes a size", "remoe eval --ram 8GB")),
+        (("--guess", -1), ("--guess is the number",)),
+        (("--guess", 3), ("more than the 2 experts", "--guess 2")),
+        (("--throttle", "1GB"), ("--throttle takes bytes a second", "remoe eval --throttle 1GB/s")),
+        (("--throttle", "1GB/s,none"), ("remoe eval measures one --throttle",)),
+        (("--readers", 0), ("--readers is 1 to 64",)),
+        (("--io", "fast"), ("--io is direct or buffered",)),
+        (("--pack", "nothing-here"), ("nothing-here",)),
+        (("--floor", "--no-measure"), ("--floor is of the timed decoder", "--no-measure")),
+        (("--ram", "1GB", "--no-measure"), ("--ram is of the timed decoder",)),
+    ],
+)
+def test_options_of_the_timed_decoder_that_are_refused(remoe, run, options, words):
+    refused(remoe("eval", run, "--cache", 2, *options), *words)
+    assert not (run / "report.json").exists()
 
 
 # ---- what else is refused, and what is not

@@ -1,11 +1,11 @@
 """The offloaded decoder: tokens equal the resident model's, counts equal a slow replay's, bytes are the files' own."""
 
 from itertools import product
-from time import perf_counter, sleep
 
 import numpy as np
 import pytest
 import torch
+from decoding import BOTH, DEVICES, dtype_of, NEW, PROMPT
 from slow_policies import History, slow_cache
 from slow_reference import slow_replay
 from tiny_models import EXPERTS, MODEL_TYPES, TOP_K, VOCABULARY
@@ -16,16 +16,16 @@ from remoe_cli.families import find_gates, RouterTap
 from remoe_cli.families.experts import recorded_order
 from remoe_cli.families.loader import kept_cache, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
-from remoe_cli.offload import Clock, IoCount, OffloadedDecoder
+from remoe_cli.offload import IoCount, OffloadedDecoder
 from remoe_cli.routing import RoutingTrace
 
-PROMPT = [5, 17, 80, 3, 3, 99, 41, 64, 12, 110, 27]
-NEW = 16
 # largest difference of logits (standard deviation 1.5) from the stock eager model, fed the same ids in the same steps
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
-BOTH = [torch.float32, torch.bfloat16]
+LATENT = {torch.float32: 1e-5, torch.bfloat16: 0.1}  # latent attention takes its products in another order
+
+
+def tolerance(checkpoint: Checkpoint, dtype: torch.dtype) -> float:
+    return (LATENT if checkpoint.model_type == "deepseek_v2" else TOLERANCE)[dtype]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,10 +39,6 @@ def one_thread():
 @pytest.fixture(params=[(family, dtype) for family in MODEL_TYPES for dtype in BOTH], ids=lambda p: f"{p[0]}-{p[1]}")
 def checkpoint(request, folders):
     return Checkpoint.open(folders(*request.param))
-
-
-def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    return getattr(torch, checkpoint.config["dtype"])
 
 
 def stock_decode(model, prompt, forced):
@@ -78,9 +74,10 @@ def test_offloaded_equals_resident_bit_for_bit_and_the_stock_model(checkpoint, d
     stock.set_experts_implementation("eager")
     ours = resident.logits.float().cpu()
     theirs = stock_decode(stock, PROMPT, resident.ids).float().cpu()
-    assert (ours - theirs).abs().max() <= TOLERANCE[dtype]
+    allowed = tolerance(checkpoint, dtype)
+    assert (ours - theirs).abs().max() <= allowed
     best = theirs.topk(2).values
-    clear = (best[:, 0] - best[:, 1]) >= 2 * TOLERANCE[dtype]
+    clear = (best[:, 0] - best[:, 1]) >= 2 * allowed
     assert clear.sum() > NEW / 2, "margins of this tiny model are too small to compare tokens"
     assert theirs.argmax(-1)[clear].tolist() == torch.tensor(resident.ids)[clear].tolist()
 
@@ -99,7 +96,23 @@ def test_experts_are_converted_to_the_compute_dtype(folders, family, stored, com
     stock = load_resident(checkpoint, compute, "cpu")
     stock.set_experts_implementation("eager")
     theirs = stock_decode(stock, PROMPT, resident.ids)
-    assert (theirs.float() - resident.logits.float()).abs().max() <= TOLERANCE[compute]
+    assert (theirs.float() - resident.logits.float()).abs().max() <= tolerance(checkpoint, compute)
+
+
+def test_latent_attention_is_as_exact_as_the_stock_one(folders):
+    """In bfloat16 both round, and neither is further from float32 than the other."""
+    half = Checkpoint.open(folders("deepseek_v2", torch.bfloat16))
+    prompt = PROMPT * 4
+    with OffloadedDecoder(half, EXPERTS, dtype=torch.float32) as decoder:
+        exact = decoder.decode(prompt, 24, keep_logits=True)
+    with OffloadedDecoder(half, EXPERTS) as decoder:
+        ours = decoder.decode(prompt, 24, forced=exact.ids, keep_logits=True).logits.float()
+    stock = load_resident(half, torch.bfloat16, "cpu")
+    stock.set_experts_implementation("eager")
+    theirs = stock_decode(stock, prompt, exact.ids).float()
+    # the median, for a single expert that is chosen otherwise outweighs all rounding
+    errors = [(logits - exact.logits)[1:].square().mean(-1).sqrt().median().item() for logits in (ours, theirs)]
+    assert 0 < errors[0] < 1.3 * errors[1], errors
 
 
 # counts
@@ -220,11 +233,11 @@ def test_each_request_starts_cold(folders):
 def test_bypass_lets_experts_pass_through_staging(folders):
     checkpoint = Checkpoint.open(folders("deepseek_v2"))
     with OffloadedDecoder(checkpoint, 2, "lfu", admission="bypass") as decoder:
-        assert len(decoder._pool.arena) == 2 * 2 + decoder.staging and decoder.staging == TOP_K
+        assert len(decoder._pool.rows) == 2 * 2 + decoder.staging and decoder.staging == TOP_K
         counts = decoder.decode(PROMPT, NEW).counts
         kept = 2 * 2
         assert counts.misses - counts.evictions > kept, "no expert was dropped after a single step: nothing is shown"
-        assert len(decoder._pool._free) == decoder.staging
+        assert decoder._pool.n_free == decoder.staging
 
 
 # gates
@@ -282,42 +295,3 @@ def test_settings_that_cannot_decode_are_refused(folders):
         decoder.configure(4, "belady")
         with pytest.raises(CacheError, match="future"):
             decoder.decode(PROMPT, 3)
-
-
-# time
-
-
-def test_latencies_add_up(folders):
-    with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3) as decoder:
-        start = perf_counter()
-        latency = decoder.decode(PROMPT, 6).latency
-        wall = perf_counter() - start
-        single = decoder.decode(PROMPT, 1).latency
-    assert len(latency.itl_s) == 5 and min(latency.itl_s) > 0 and latency.ttft_s > 0
-    assert latency.e2el_s == pytest.approx(latency.ttft_s + sum(latency.itl_s))
-    assert latency.e2el_s < wall
-    assert latency.tpot_s == pytest.approx((latency.e2el_s - latency.ttft_s) / 5)
-    assert single.tpot_s is None and single.itl_s == () and single.e2el_s == single.ttft_s
-
-
-def test_compute_threads_are_set_while_decoding_only(folders, monkeypatch):
-    torch.set_num_threads(2)
-    try:
-        with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3, threads=1) as decoder:
-            seen = []
-            decoder._model.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
-            decoder.decode(PROMPT, 2)
-            assert seen == [1, 1] and torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_the_clock_measures_time_that_passes():
-    clock = Clock(torch.device("cpu"))
-    clock.mark()
-    for pause in (0.02, 0.01, 0.03):
-        sleep(pause)
-        clock.mark()
-    latency = clock.latency()
-    assert latency.ttft_s >= 0.02 and latency.itl_s[0] >= 0.01 and latency.itl_s[1] >= 0.03
-    assert latency.e2el_s < 0.5

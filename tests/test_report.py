@@ -97,6 +97,27 @@ def test_every_renderer_shows_the_same_cells(report, render):
     )
 
 
+def test_measured_cells_of_now_and_of_older_versions(report):
+    times = {"mean": 4.0, "p50": 3.0, "p95": 8.0, "p99": 9.0}
+    old = {
+        "capacity": 4, "skipped": None, "ttft_ms": times, "tpot_ms": times, "itl_ms": times, "mb_a_token": 1.5,
+        "counts_match": True, "exact": None,
+    }  # fmt: skip
+    split = {"wait": 2.0, "experts": 1.0, "attention": 0.5, "dense": 0.5}
+    new = {**old, "split_ms": split, "limit": {"by": "storage", "wait_share": 0.5}, "floor": {"share": 0.25}}
+    shown = copy.deepcopy(report)
+    for arm, row in zip(shown["arms"], (old, new), strict=True):
+        arm["measured"] = [row]
+    shown["conditions"] |= {"measured_requests": 2, "capacities": [4]}
+    cells = {row.label: row.cells for row in table(shown)[1] if row.group == "C = 4"}
+    assert cells["measured wait / experts / rest"] == ["n/a", "50 / 25 / 25 %"]
+    assert cells["measured, limited by"] == ["n/a", "storage"]
+    assert cells["measured, loads alone"] == ["n/a", "25.0 %"]
+    assert "io buffered; torch" in markdown(shown)
+    shown["arms"][1]["measured"] = [{**new, "floor": None}]
+    assert "measured, loads alone" not in {row.label for row in table(shown)[1]}
+
+
 @pytest.mark.parametrize(
     ("name", "source", "shown"),
     [

@@ -338,10 +338,10 @@ def test_nothing_is_left_to_interrupt_after_the_file_is_there(tmp_path, monkeypa
 
 
 def test_a_small_disk_is_told_in_its_own_unit(remoe, model, texts, monkeypatch):
-    from remoe_cli.trace import _amount
+    from remoe_cli.sizes import show_size
 
     monkeypatch.setattr("remoe_cli.trace.shutil.disk_usage", lambda _: SimpleNamespace(free=123))
     refused(remoe("trace", model, "--prompts", texts, *SMALL, "-o", "t.trace"), "480 bytes", "123 bytes free")
     shown = {0: "0 bytes", 999: "999 bytes", 1000: "1 kB", 45_678: "45.7 kB", 12_345_678: "12.3 MB"}
     shown |= {7_000_000_000: "7 GB", 1_234_000_000_000: "1,234 GB"}
-    assert {size: _amount(size) for size in shown} == shown
+    assert {size: show_size(size) for size in shown} == shown

@@ -17,7 +17,8 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Family:
-    """router, experts: module paths inside a decoder layer, in memory. tensors: the gate's parameters there.
+    """router, experts: module paths inside a decoder layer, in memory; shared: of the experts that every token runs, "" where
+    there are none. tensors: the gate's parameters there.
     disk: on-disk name of a gate tensor, with {layer} and {tensor}. renormalised: whether the K weights are scaled
     to sum 1 (with top_k = 1 cross entropy then gives the gate no gradient)."""
 
@@ -27,6 +28,7 @@ class Family:
     disk: str
     tensors: tuple[str, ...] = ("weight",)
     renormalised: Callable[[dict], bool] = lambda config: True
+    shared: str = ""
 
     def disk_name(self, layer: int, tensor: str) -> str:
         return self.disk.format(layer=layer, tensor=tensor)
@@ -34,11 +36,14 @@ class Family:
 
 @dataclass(frozen=True)
 class Gate:
-    """One MoE layer's gate. layer: decoder layer index; names: in-memory parameter names, weight first."""
+    """One MoE layer's gate. layer: decoder layer index; block: the MoE block, which calls router, experts and shared (None
+    where the family has none); names: in-memory parameter names, weight first."""
 
     layer: int
+    block: "nn.Module"
     router: "nn.Module"
     experts: "nn.Module"
+    shared: "nn.Module | None"
     names: tuple[str, ...]
     n_experts: int
     top_k: int
@@ -81,9 +86,13 @@ def find_gates(model: "nn.Module") -> list[Gate]:
     gates = []
     for name in by_table:
         router, layer = modules[name], int(_LAYER.search(name).group(1))  # type: ignore[union-attr]
-        experts = modules[name.removesuffix(family.router) + family.experts]
+        prefix = name.removesuffix(family.router)
+        experts = modules[prefix + family.experts]
+        shared = modules[prefix + family.shared] if family.shared else None
+        block = modules[name.rpartition(".")[0]]
         names = tuple(f"{name}.{tensor}" for tensor in family.tensors)
-        gates.append(Gate(layer, router, experts, names, router.weight.shape[0], int(router.top_k)))
+        n_experts, top_k = router.weight.shape[0], int(router.top_k)
+        gates.append(Gate(layer, block, router, experts, shared, names, n_experts, top_k))
     return sorted(gates, key=lambda gate: gate.layer)
 
 

@@ -6,6 +6,7 @@ DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     router="mlp.gate",
     experts="mlp.experts",
+    shared="mlp.shared_experts",
     disk="model.layers.{layer}.mlp.gate.{tensor}",
     renormalised=lambda config: False,
 )

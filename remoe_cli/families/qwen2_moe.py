@@ -9,6 +9,7 @@ QWEN2_MOE = Family(
     model_type="qwen2_moe",
     router="mlp.gate",
     experts="mlp.experts",
+    shared="mlp.shared_expert",
     disk="model.layers.{layer}.mlp.gate.{tensor}",
     renormalised=lambda config: bool(config.get("norm_topk_prob", False)),
 )

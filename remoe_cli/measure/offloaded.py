@@ -1,24 +1,29 @@
 """Timing the offloaded decoder on held-out requests, and checking it: counts against the simulator, tokens against residency."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from remoe_cli import memory
 from remoe_cli.cache import replay
 from remoe_cli.console import progress
+from remoe_cli.measure.decoded import figures
 from remoe_cli.measure.requests import Requests
-from remoe_cli.offload import Decoded, OffloadedDecoder
-from remoe_cli.report.cells import latency_ms
+from remoe_cli.offload import Decoded, Floor, OffloadedDecoder, Settings
 from remoe_cli.routing import RoutingTrace
+from remoe_cli.sizes import show_size
 
 
 class Offloaded(NamedTuple):
-    """rows: arm -> one dict a capacity, as in docs/report.md; requests: how many were timed."""
+    """rows: arm -> one dict a capacity, as in docs/report.md; requests: how many were timed. io: "direct" or "buffered",
+    None where nothing was timed."""
 
     rows: dict[str, list[dict[str, Any]]]
     requests: int
     notes: list[str]
+    io: str | None = None
 
 
 def measure_offloaded(
@@ -27,77 +32,63 @@ def measure_offloaded(
     requests: Requests,
     capacities: Sequence[int],
     *,
+    settings: Settings,
     policy: str = "lru",
+    floor: bool = False,
 ) -> Offloaded:
     """Forced continuations of every request, arms taken in turn request by request, so that a noisy machine is noisy for
-    all alike. A capacity below K is not run and says so."""
+    all alike. A capacity below K is not run and says so. floor: also load the same experts without computing."""
     runnable = [capacity for capacity in capacities if capacity >= decoder.top_k]
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for arm in arms:
         rows[arm] += [
             {"capacity": c, "skipped": f"needs C >= {decoder.top_k}"} for c in capacities if c < decoder.top_k
         ]
-    exact, notes = _exactness(decoder, arms, requests, runnable)
+    exact, notes = _exactness(decoder, arms, requests, runnable, settings)
     total = len(runnable) * len(requests.prompts_RP) * len(arms)
     with progress("measure offloaded", total) as bar:
         done = 0
         for capacity in runnable:
-            decoder.configure(capacity, policy)
+            decoder.configure(capacity, policy, settings=settings)
             decoder.decode(requests.prompts_RP[0].tolist(), 3)  # warm-up: first calls allocate
             decoded: dict[str, list[Decoded]] = {arm: [] for arm in arms}
+            floors: dict[str, list[Floor]] = {arm: [] for arm in arms}
             for prompt, forced in zip(requests.prompts_RP.tolist(), requests.continuations_RS.tolist(), strict=True):
                 for arm, gates in arms.items():
                     decoder.apply_gates(gates)
                     decoded[arm].append(decoder.decode(prompt, len(forced), forced=forced))
+                    if floor:
+                        floors[arm].append(decoder.floor(decoded[arm][-1]))
                     done += 1
                     bar.update(done)
             for arm in arms:
-                rows[arm].append(_row(decoded[arm], capacity, policy, decoder, exact.get((arm, capacity))))
+                row = _row(decoded[arm], floors[arm], capacity, policy, decoder)
+                rows[arm].append({**row, "exact": exact.get((arm, capacity))})
     decoder.apply_gates({})
-    return Offloaded(rows, len(requests.prompts_RP) if runnable else 0, notes)
+    if not runnable:
+        return Offloaded(rows, 0, notes)
+    if decoder.io_reason:
+        notes.append(f"experts were read through the page cache: {decoder.io_reason}")
+    return Offloaded(rows, len(requests.prompts_RP), notes, decoder.io)
 
 
 def _row(
-    decoded: Sequence[Decoded], capacity: int, policy: str, decoder: OffloadedDecoder, exact: bool | None
+    decoded: Sequence[Decoded], floors: Sequence[Floor], capacity: int, policy: str, decoder: OffloadedDecoder
 ) -> dict[str, Any]:
-    trace = RoutingTrace.concat([one.trace for one in decoded])
-    simulated = replay(trace, policy, capacity)
-    hits, misses, evictions, reads, read_bytes, calls, storage = (
-        sum(values)
-        for values in zip(
-            *(
-                (d.counts.hits, d.counts.misses, d.counts.evictions, d.counts.decode.reads, d.counts.decode.bytes,
-                 d.counts.decode.calls, d.counts.decode.storage_bytes or 0)
-                for d in decoded
-            ), strict=True
-        )
-    )  # fmt: skip
-    counts_match = (hits, misses, evictions) == (simulated.hits, simulated.misses, simulated.evictions) and (
-        reads,
-        read_bytes,
-    ) == (misses, misses * decoder.expert_bytes)
+    found = figures(decoder, decoded, floors)
+    simulated = replay(RoutingTrace.concat([one.trace for one in decoded]), policy, capacity)
+    counted = [found[name] for name in ("hits", "misses", "evictions", "steps", "reads", "bytes")]
+    loads = simulated.misses - found["guessed"] + found["guesses"]
+    expected = [
+        simulated.hits, simulated.misses, simulated.evictions, simulated.tokens, loads, loads * decoder.expert_bytes,
+    ]  # fmt: skip
     return {
         "capacity": capacity,
         "policy": policy,
         "admission": "forced",
-        "staging": decoder.staging,
         "skipped": None,
-        "steps": simulated.tokens,
-        "hits": hits,
-        "misses": misses,
-        "evictions": evictions,
-        "hit_ratio": hits / (hits + misses),
-        "reads": reads,
-        "read_calls": calls,
-        "bytes": read_bytes,
-        "storage_bytes": storage if decoded[0].counts.decode.storage_bytes is not None else None,
-        "prefill_reads": sum(d.counts.prefill.reads for d in decoded),
-        "prefill_bytes": sum(d.counts.prefill.bytes for d in decoded),
-        "mb_a_token": read_bytes / simulated.tokens / 1e6,
-        "io": decoded[0].counts.io,
-        "counts_match": counts_match,
-        "exact": exact,
-        **latency_ms([d.latency.ttft_s for d in decoded], [d.latency.itl_s for d in decoded]),
+        **found,
+        "counts_match": counted == expected,
     }
 
 
@@ -106,17 +97,19 @@ def _exactness(
     arms: Mapping[str, Mapping[str, torch.Tensor]],
     requests: Requests,
     capacities: Sequence[int],
+    settings: Settings,
 ) -> tuple[dict[tuple[str, int], bool], list[str]]:
     """Greedy logits of the first request with C slots and with all E, bit for bit, on the same path."""
     if not capacities:
         return {}, []
-    needed, free = decoder.n_experts * len(decoder.layers) * decoder.slot_bytes, _free_memory(decoder)
-    if needed > 0.8 * free:
-        return {}, [f"exactness not checked: all experts need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"]
+    needed, room = decoder.n_experts * len(decoder.layers) * decoder.slot_bytes, _room(decoder)
+    if needed > 0.8 * room.nbytes:
+        shown = f"all experts need {show_size(needed)}, {room.limit} leaves {show_size(room.nbytes)}"
+        return {}, [f"exactness not checked: {shown}"]
     prompt, n_new = requests.prompts_RP[0].tolist(), min(16, requests.continuations_RS.shape[1])
     logits: dict[tuple[str, int], torch.Tensor] = {}
     for capacity in [decoder.n_experts, *capacities]:
-        decoder.configure(capacity)
+        decoder.configure(capacity, settings=replace(settings, throttle=None))
         for arm, gates in arms.items():
             decoder.apply_gates(gates)
             logits[arm, capacity] = decoder.decode(prompt, n_new, keep_logits=True).logits  # type: ignore[assignment]
@@ -125,9 +118,5 @@ def _exactness(
     }, []
 
 
-def _free_memory(decoder: OffloadedDecoder) -> int:
-    if decoder.device.type == "cuda":
-        return torch.cuda.mem_get_info(decoder.device)[0]
-    with open("/proc/meminfo") as lines:
-        fields = dict(line.split(":") for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+def _room(decoder: OffloadedDecoder) -> memory.Room:
+    return memory.gpu(str(decoder.device)) if decoder.device.type == "cuda" else memory.available()

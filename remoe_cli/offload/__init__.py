@@ -1,7 +1,20 @@
 """Decoding with experts on disk: honest counts, bytes and times."""
 
-from remoe_cli.offload.decoder import Counts, Decoded, OffloadedDecoder
+from remoe_cli.offload.decoded import Counts, Decoded, DecodedBatch, Floor
+from remoe_cli.offload.decoder import OffloadedDecoder
+from remoe_cli.offload.settings import Settings
 from remoe_cli.offload.store import ExpertStore, IoCount
-from remoe_cli.offload.timing import Clock, Latency
+from remoe_cli.offload.timing import Latency, Split
 
-__all__ = ["Clock", "Counts", "Decoded", "ExpertStore", "IoCount", "Latency", "OffloadedDecoder"]
+__all__ = [
+    "Counts",
+    "Decoded",
+    "DecodedBatch",
+    "ExpertStore",
+    "Floor",
+    "IoCount",
+    "Latency",
+    "OffloadedDecoder",
+    "Settings",
+    "Split",
+]

@@ -1,113 +1,278 @@
-"""One MoE layer whose experts are on disk: the stock experts module keeps its own arithmetic and asks for one expert's
-part at a time, which the layer's ExpertCache and the slots provide.
+"""One MoE layer whose experts are on disk: routing first, then the loads, then what is there while the rest is on its way.
 
-Shape letters: N tokens of a pass, E routed experts, K experts a token.
+The stock block stays in charge. Before it runs, its router is asked and the misses are begun; its shared experts run next;
+then its calls of router and shared experts find these results, and its call of the experts runs those that are
+in their slots, and the others as they land.
+
+Shape letters: B requests, N tokens of a pass (B x its length), H hidden, K experts a token.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from remoe_cli.cache import ExpertCache
-from remoe_cli.families import probabilities
+from remoe_cli.cache.together import touch_order
+from remoe_cli.families import Gate, probabilities
 from remoe_cli.families.experts import ExpertLayer, recorded_order
+from remoe_cli.offload.compute import run_expert
+from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.readers import Load
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.store import IoCount
+from remoe_cli.offload.tiers import Tiers
+from remoe_cli.offload.timing import Timeline
 
 
 @dataclass
 class Ledger:
-    """What one request did: the phase it is in, and its reads, apart for the two phases."""
+    """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read, in order;
+    guesses: reads ahead of the router; guessed: misses that such a read had brought or begun."""
 
     in_prefill: bool = True
     prefill: IoCount = field(default_factory=IoCount)
     decode: IoCount = field(default_factory=IoCount)
+    guesses: int = 0
+    guessed: int = 0
+    loads: list[list[tuple[int, int]]] = field(default_factory=list)
+
+    @property
+    def count(self) -> IoCount:
+        return self.prefill if self.in_prefill else self.decode
 
 
 class ExpertBlock:
-    """index: the layer's number among the MoE layers; router: of this layer.
+    """index: the layer's number among the MoE layers. `next`: the following MoE layer's block, for guesses."""
 
-    Decode: each token's experts are one step of the cache, misses are loaded before the experts run; an expert that
-    the cache does not keep leaves after the step. Prefill: each expert that the prompt needs is streamed once through
-    a slot past the cache, which is not touched.
-    """
-
-    def __init__(self, index: int, layer: ExpertLayer, router: torch.nn.Module, pool: SlotPool) -> None:
-        self._index = index
-        self._pool = pool
+    def __init__(
+        self,
+        index: int,
+        layer: ExpertLayer,
+        gate: Gate,
+        layout: Layout,
+        pool: SlotPool,
+        tiers: Tiers,
+        timeline: Timeline,
+    ) -> None:
+        self._index, self._experts = index, layer.module
+        self._layout, self._pool, self._tiers, self._to = layout, pool, tiers, timeline.to
+        self.next: ExpertBlock | None = None
+        self.guess = 0
         self._slots: dict[int, int] = {}
-        self._leaving: list[int] = []
-        for part in layer.parts:
-            setattr(layer.module, part.name, _Part(self, part.name))
-        router.register_forward_hook(self._routed)
-        layer.module.register_forward_pre_hook(self._before, with_kwargs=True)
-        layer.module.register_forward_hook(self._after)
+        self._coming: dict[int, Load] = {}  # begun, not yet waited for
+        self._waiting: deque[int] = deque()  # not begun, for want of a free slot
+        self._guesses: dict[int, Load] = {}
+        self._abandoned: list[Load] = []  # guesses that nobody wants, still on their way
+        self._leaving: set[int] = set()
+        self._touched: list[int] = []
+        self._choice_NK = np.empty((0, 0), np.int64)
+        self._route = gate.router.forward
+        self._routed: Any = None
+        gate.router.forward = lambda *_: self._routed
+        layer.module.forward = self._run
+        self._share = gate.shared.forward if gate.shared is not None else None
+        self._shared: torch.Tensor | None = None
+        if gate.shared is not None:
+            gate.shared.forward = lambda x: self._shared.view(x.shape)  # type: ignore[union-attr]
+        gate.block.register_forward_pre_hook(self._before)
 
-    def start(self, cache: ExpertCache, ledger: Ledger, *, keep_probabilities: bool = False) -> None:
-        """A new request, cold. The pool has been reset: none of its slots is this layer's any more."""
-        self.cache, self._ledger = cache, ledger
-        self._keeps_probabilities = keep_probabilities or "probabilities" in cache.policy.needs
+    def start(self, cache: ExpertCache | None, ledger: Ledger, *, through: bool, keep_probabilities: bool) -> None:
+        """A new request; nothing is under way. cache: a new one, for which the pool has been reset, or None for the one from
+        before. through: whether the prompt goes through it."""
+        if cache is None:
+            self._sweep()
+        else:
+            self.cache = cache
+            self._slots.clear()
+        self._ledger, self._through = ledger, through
+        self._keeps_probabilities = keep_probabilities or "probabilities" in self.cache.policy.needs
         self.experts: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
         self.probabilities: list[np.ndarray] = []
-        self._slots.clear()
-        self._leaving = []
+        for pending in (self._coming, self._waiting, self._guesses, self._abandoned, self._leaving):
+            pending.clear()
 
-    def part(self, name: str, expert: int) -> torch.Tensor:
-        """One part of one expert, which the running pass asked for."""
-        if expert not in self._slots:
-            if not self._ledger.in_prefill:
-                raise RuntimeError(f"expert {expert} runs without having been chosen by the router")
-            self._release(list(self._slots))
-            self._load(expert, self._ledger.prefill)
-        return self._pool.part(name, self._slots[expert])
+    def cache_counts(self) -> tuple[int, int, int]:
+        """Hits, misses and evictions of its cache so far."""
+        return self.cache.hits, self.cache.misses, self.cache.evictions
 
-    def _routed(self, _module: torch.nn.Module, _inputs: tuple, outputs: tuple) -> None:
-        if self._keeps_probabilities:
-            self.probabilities.append(probabilities(outputs[0]).half().cpu().numpy())
-
-    def _before(self, _module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
-        _, choice, weight = (*args, *kwargs.values())
+    def _before(self, _module: torch.nn.Module, args: tuple) -> None:
+        x_NH = args[0].reshape(-1, args[0].shape[-1])
+        self._to("router")
+        self._routed = self._route(x_NH)
+        logits, weight, choice = self._routed[:3]
         # one transfer, so that a GPU is waited for once a layer; float64 holds ids and weights exactly
         choice_NK, weight_NK = torch.stack((choice.double(), weight.double())).cpu().numpy()
+        if self._keeps_probabilities:
+            self.probabilities.append(probabilities(logits).half().cpu().numpy())
+        self._to("bookkeeping")
         order_NK = recorded_order(choice_NK, weight_NK)
         experts_NK = np.take_along_axis(choice_NK, order_NK, -1).astype(np.int16)
-        self.experts.append(experts_NK)
         # caches see what the trace holds: float16
         weights_NK = np.take_along_axis(weight_NK, order_NK, -1).astype(np.float16)
+        self.experts.append(experts_NK)
         self.weights.append(weights_NK)
-        if not self._ledger.in_prefill:
-            if len(experts_NK) != 1:
-                raise ValueError(f"a decode step is one token, not {len(experts_NK)}")
-            self._serve(experts_NK[0, ::-1].tolist(), weights_NK[0, ::-1].tolist())
+        self._choice_NK = choice_NK.astype(np.int64)
+        if self._ledger.in_prefill and not self._through:
+            self._touched = np.unique(self._choice_NK).tolist()
+            self._leaving = {expert for expert in self._touched if expert not in self._slots}
+            self._begin([expert for expert in self._touched if expert not in self._slots])
+        else:
+            self._serve(experts_NK, weights_NK)
+        if self.guess and self.next is not None and not self._ledger.in_prefill:
+            self.next.foresee(x_NH, self.guess)
+        if self._share is not None:
+            self._to("dense")
+            self._shared = self._share(x_NH)
+        self._to("dense")
 
-    def _serve(self, touched: list[int], weights: list[float]) -> None:
-        step = self.cache.step(touched, weights, self.probabilities[-1][0].tolist() if self.probabilities else None)
+    def _serve(self, experts_NK: np.ndarray, weights_NK: np.ndarray) -> None:
+        """One step of the cache."""
+        touched = touch_order(experts_NK, weights_NK)
+        chances = self.probabilities[-1][0].tolist() if self.probabilities else None
+        step = self.cache.step(list(touched), list(touched.values()), chances)
         self._release([expert for expert in step.evicted if expert not in touched])
+        self._touched = sorted(touched)
+        self._leaving = {expert for expert in touched if expert not in self.cache.resident}
+        guesses, self._guesses = self._guesses, {}
+        misses = []
         for expert in step.misses:
-            self._load(expert, self._ledger.decode)
-        self._leaving = [expert for expert in touched if expert not in self.cache.resident]
+            load = guesses.pop(expert, None)
+            if load is None:
+                misses.append(expert)
+            elif self._tiers.withdraw(load):  # not begun: a load on demand like any other
+                self._forget_guess(load)
+                misses.append(expert)
+            else:
+                self._ledger.guessed += 1
+                self._slots[expert], self._coming[expert] = load.slot, load
+        for load in guesses.values():
+            if self._tiers.withdraw(load):
+                self._forget_guess(load)
+            else:
+                self._abandoned.append(load)
+        self._sweep()
+        self._begin(misses)
 
-    def _after(self, *_: object) -> None:
-        self._release(list(self._slots) if self._ledger.in_prefill else self._leaving)
+    def foresee(self, x_NH: torch.Tensor, most: int) -> None:
+        """Reads ahead what this layer's gate would choose for the hidden state of the layer before, as far as slots are
+        free."""
+        self._to("router")
+        _, weight, choice = self._route(x_NH)[:3]
+        ranked = choice.flatten()[weight.flatten().argsort(descending=True)].tolist()
+        self._to("bookkeeping")
+        wanted = [e for e in dict.fromkeys(ranked) if e not in self._slots]
+        for expert in wanted[: min(most, self._pool.n_free)]:
+            load = self._tiers.begin(self._index, expert, self._pool.acquire(), self._ledger.count, guess=True)
+            self._guesses[expert] = load
+            self._ledger.guesses += 1
+            self._ledger.loads[-1].append((self._index, expert))
 
-    def _load(self, expert: int, count: IoCount) -> None:
-        slot = self._pool.acquire()
-        self._slots[expert] = slot
-        self._pool.load(self._index, expert, slot, count)
+    def _forget_guess(self, load: Load) -> None:
+        self._pool.release(load.slot)
+        self._ledger.guesses -= 1
+        self._ledger.loads[-1].remove((self._index, load.expert))
+
+    def _sweep(self) -> None:
+        """Gives back the slots of guesses that have landed unwanted."""
+        for load in [load for load in self._abandoned if load.finished]:
+            self._abandoned.remove(load)
+            self._tiers.wait(load)
+            self._pool.release(load.slot)
+
+    def _begin(self, experts: list[int]) -> None:
+        self._waiting.extend(experts)
+        self._feed()
+
+    def _feed(self) -> None:
+        """Begins loads as long as there are slots."""
+        while self._waiting and self._pool.n_free:
+            expert = self._waiting.popleft()
+            slot = self._slots[expert] = self._pool.acquire()
+            keep = not self._ledger.in_prefill
+            self._coming[expert] = self._tiers.begin(self._index, expert, slot, self._ledger.count, keep=keep)
+            if not self._ledger.in_prefill:
+                self._ledger.loads[-1].append((self._index, expert))
+
+    def _run(self, x_NH: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        """What the stock experts module returns: resident experts first, the others as they come. Their outputs are added
+        up in the stock module's own order and dtype, whatever came when."""
+        self._to("experts")
+        index_NK, weight_NK = (*args, *kwargs.values())
+        plan = _Plan(self._choice_NK, x_NH.device)
+        out_RH = x_NH.new_empty(plan.n_rows, x_NH.shape[-1])
+        here = [expert for expert in self._touched if expert in self._slots and expert not in self._coming]
+        for expert in here:
+            self._compute(expert, plan, x_NH, out_RH)
+        while self._coming or self._waiting:
+            if not self._coming:  # guesses hold the last slots
+                self._to("wait")
+                self._tiers.wait(self._abandoned[0])
+                self._sweep()
+                self._feed()
+                continue
+            expert, load = next(iter(self._coming.items()))
+            self._to("wait")
+            self._tiers.wait(load)
+            del self._coming[expert]
+            self._to("experts")
+            self._compute(expert, plan, x_NH, out_RH)
+        done = plan.total(out_RH, index_NK, weight_NK)
+        self._sweep()
+        self._to("dense")
+        return done
+
+    def _compute(self, expert: int, plan: "_Plan", x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        parts = self._layout.tensors(self._pool.rows[self._slots[expert]], self._index, expert)
+        tokens, rows = plan.of(expert)
+        out_RH[rows] = run_expert(self._experts, parts, x_NH if tokens is None else x_NH[tokens])
+        if expert in self._leaving:
+            self._release([expert])
+            self._feed()
 
     def _release(self, experts: list[int]) -> None:
         for expert in experts:
             self._pool.release(self._slots.pop(expert))
 
 
-class _Part:
-    """Stands where the stock module had a parameter [E, ...]; row e is expert e's part."""
+class _Plan:
+    """Which rows of a pass each expert serves. An output has a row for each token and choice, the choices of a token by
+    ascending expert, which is the order in which the stock module adds them up."""
 
-    def __init__(self, block: ExpertBlock, name: str) -> None:
-        self._block = block
-        self._name = name
+    def __init__(self, choice_NK: np.ndarray, device: torch.device) -> None:
+        self._n_tokens, self._top_k = choice_NK.shape
+        self.n_rows = choice_NK.size
+        order_NK = choice_NK.argsort(-1, kind="stable")
+        if self._n_tokens == 1:
+            self._row = {int(choice_NK[0, k]): rank for rank, k in enumerate(order_NK[0].tolist())}
+        else:
+            # the stock module takes an expert's tokens by place among the choices, then by token
+            rank_NK = order_NK.argsort(-1, kind="stable")
+            chosen = choice_NK.T.ravel()
+            by_expert = chosen.argsort(kind="stable")
+            tokens = by_expert % self._n_tokens
+            rows = tokens * self._top_k + rank_NK.T.ravel()[by_expert]
+            self._tokens, self._rows = torch.from_numpy(np.stack((tokens, rows))).to(device)
+            experts, starts = np.unique(chosen[by_expert], return_index=True)
+            ends = [*starts[1:].tolist(), self.n_rows]
+            self._span = {int(e): slice(a, b) for e, a, b in zip(experts, starts.tolist(), ends)}
 
-    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
-        return self._block.part(self._name, int(expert))
+    def of(self, expert: int) -> tuple[torch.Tensor | None, Any]:
+        """Its tokens (None: the only one), and its rows of the output."""
+        if self._n_tokens == 1:
+            row = self._row[expert]
+            return None, slice(row, row + 1)
+        span = self._span[expert]
+        return self._tokens[span], self._rows[span]
+
+    def total(self, out_RH: torch.Tensor, index_NK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+        """[N, H]; a choice at a time, so that no more than one is held in the weights' wider dtype."""
+        out_NKH = out_RH.view(self._n_tokens, self._top_k, -1)
+        weight_NK1 = weight_NK.gather(-1, index_NK.argsort(-1))[..., None]
+        total_NH = (out_NKH[:, 0] * weight_NK1[:, 0]).to(out_RH.dtype)
+        for k in range(1, self._top_k):
+            total_NH += (out_NKH[:, k] * weight_NK1[:, k]).to(out_RH.dtype)
+        return total_NH

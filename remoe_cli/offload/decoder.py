@@ -1,61 +1,52 @@
-"""OffloadedDecoder: a model whose routed experts stay in their safetensors files, C of them a layer in memory."""
+"""OffloadedDecoder: a model whose routed experts stay in their files, C of them a layer in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
 from remoe_cli.cache import choose, ExpertCache
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import compute_dtype, gate_disk_names, kept_cache, load_without_experts
+from remoe_cli.families.experts import ExpertLayer
+from remoe_cli.families.loader import (
+    compute_dtype,
+    experts_on_disk,
+    gate_disk_names,
+    kept_cache,
+    load_without_experts,
+)
 from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.offload import budget
 from remoe_cli.offload.block import ExpertBlock, Ledger
+from remoe_cli.offload.compute import quicken, require_known
+from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
+from remoe_cli.offload.floor import replay_loads
+from remoe_cli.offload.latent import absorb
+from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.pack import packed
+from remoe_cli.offload.sampling import chooser, Sampling
+from remoe_cli.offload.settings import Settings
 from remoe_cli.offload.slots import SlotPool
-from remoe_cli.offload.store import ExpertStore, IO, IoCount, storage_bytes
-from remoe_cli.offload.timing import Clock, Latency
+from remoe_cli.offload.store import drop_page_cache, expert_files, ExpertStore, one_expert_bytes, storage_bytes
+from remoe_cli.offload.tiers import host_bytes, Tiers
+from remoe_cli.offload.timing import mark_attention, Timeline
 from remoe_cli.routing import RoutingTrace
-
-
-@dataclass(frozen=True)
-class Counts:
-    """One request's experts, summed over layers. accesses = hits + misses = K x layers x decode steps, and misses =
-    decode.reads, evictions: decode steps only; prefill: the experts that the prompt streamed past the cache."""
-
-    accesses: int
-    hits: int
-    misses: int
-    evictions: int
-    decode: IoCount
-    prefill: IoCount
-    io: str = IO
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """ids: the n new tokens (the forced ones where they were given). trace: the prompt's tokens, flagged prefill, then
-    the n - 1 tokens that were fed one by one (the last new token is not fed). logits: [n, vocabulary], what each new
-    token was (or would have been) chosen from, where asked for."""
-
-    ids: list[int]
-    trace: RoutingTrace
-    latency: Latency
-    counts: Counts
-    logits: torch.Tensor | None = None
 
 
 class OffloadedDecoder:
     """capacity: expert slots a layer (more than E is E: `requested` keeps the number asked for); policy: NAME or
-    NAME:PARAMETER of POLICIES; admission: "forced" | "bypass"; dtype: compute dtype, by default the checkpoint's own on a CPU and
-    bfloat16 on a GPU; threads: compute threads while decoding, by default as they are.
+    NAME:PARAMETER of POLICIES; admission: "forced" | "bypass"; dtype: compute dtype, by default the checkpoint's own on a CPU
+    and bfloat16 on a GPU; threads: compute threads while decoding, by default as they are; pack: a folder that `remoe pack`
+    wrote of this checkpoint; batch: requests that `decode_batch` takes at once, at most.
 
-    Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once. `layers`: one
+    Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram. `layers`: one
     ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `disk_names`: the gates that apply_gates takes
-    -> their on-disk names.
-    Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K or an unknown policy,
-    CheckpointError for damaged files.
+    -> their on-disk names; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
+    Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K, an unknown policy or too little
+    memory, CheckpointError for damaged files.
     """
 
     def __init__(
@@ -68,27 +59,75 @@ class OffloadedDecoder:
         device: str = "cpu",
         dtype: torch.dtype | None = None,
         threads: int | None = None,
+        settings: Settings | None = None,
+        pack: Path | None = None,
+        batch: int = 1,
     ) -> None:
-        family_of(checkpoint.config, checkpoint.id)
+        family = family_of(checkpoint.config, checkpoint.id)
         self.checkpoint = checkpoint
         self.top_k = checkpoint.config["num_experts_per_tok"]
         self.device = torch.device(device)
         self.dtype = dtype or compute_dtype(checkpoint, device)
         self.threads = threads
-        self._check(capacity, policy, admission)  # before minutes of loading; again below with what the model says
-        self._model, self.layers = load_without_experts(checkpoint, self.dtype, device)
-        self.top_k, self.n_experts = self.layers[0].top_k, self.layers[0].n_experts
-        self.n_layers = len(self.layers)
-        self.disk_names = gate_disk_names(self._model, checkpoint)
-        self._gates = {name: p for gate in find_gates(self._model) for name, p in gate.parameters.items()}
+        self.settings = settings or Settings()
+        self._check(capacity, policy, admission, batch)  # before minutes of loading
+        layers = experts_on_disk(checkpoint)
+        self.top_k, self.n_experts, self.n_layers = layers[0].top_k, layers[0].n_experts, len(layers)
+        self._check(capacity, policy, admission, batch)
+        self.layers = layers if pack is None else packed(layers, checkpoint, pack)
+        self.expert_bytes = one_expert_bytes(self.layers)
+        self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
+        self.io, self.io_reason = self._store.io, self._store.io_reason
+        try:
+            self._build(family.model_type, layers, capacity, admission, batch)
+            self.configure(capacity, policy, admission=admission, batch=batch)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build(self, model_type: str, on_disk: list[ExpertLayer], capacity: int, admission: str, batch: int) -> None:
+        layout = Layout(self.layers, self.dtype, direct=self.io == "direct")
+        self.slot_bytes = layout.slot_bytes
+        budget.require(
+            self.checkpoint,
+            on_disk,
+            self.dtype,
+            str(self.device),
+            min(capacity, self.n_experts),
+            row_bytes=self.slot_bytes,
+            rows=lambda slots: self._staging(slots, admission, batch),
+            ram=self.settings.ram,
+            top_k=self.top_k,
+            host=host_bytes(layout, self.settings.readers, self.device),
+        )
+        self._model, stock = load_without_experts(self.checkpoint, self.dtype, str(self.device))
+        for layer in stock:
+            require_known(layer.module, model_type)
+        drop_page_cache({info.file for info in self.checkpoint.tensors.values()})
+        quicken(self._model)
+        absorb(self._model)
+        self.disk_names = gate_disk_names(self._model, self.checkpoint)
+        gates = find_gates(self._model)
+        self._gates = {name: p for gate in gates for name, p in gate.parameters.items()}
         self._base = {name: parameter.detach().clone() for name, parameter in self._gates.items()}
-        self._store = ExpertStore(self.layers)
-        self._pool = SlotPool(self._store, self.layers[0], self.dtype, self.device)
-        self.expert_bytes, self.slot_bytes = self._store.expert_bytes, self._pool.slot_bytes
-        self.configure(capacity, policy, admission=admission)
-        routers = [gate.router for gate in find_gates(self._model)]
-        pairs = zip(self.layers, routers, strict=True)
-        self._blocks = [ExpertBlock(i, layer, router, self._pool) for i, (layer, router) in enumerate(pairs)]
+        self._timeline = Timeline(self.device)
+        mark_attention(self._model, self._timeline.to)
+        self._pool = SlotPool(self.slot_bytes, self.device)
+        self._tiers = Tiers(
+            self._store,
+            layout,
+            self._pool,
+            numbers=[layer.layer for layer in self.layers],
+            expert_bytes=self.expert_bytes,
+            readers=self.settings.readers,
+            ram=self.settings.ram,
+        )
+        self._blocks = [
+            ExpertBlock(i, layer, gate, layout, self._pool, self._tiers, self._timeline)
+            for i, (layer, gate) in enumerate(zip(stock, gates, strict=True))
+        ]
+        for block, following in zip(self._blocks, self._blocks[1:], strict=False):
+            block.next = following
 
     def __enter__(self) -> "OffloadedDecoder":
         return self
@@ -97,18 +136,50 @@ class OffloadedDecoder:
         self.close()
 
     def close(self) -> None:
-        """Closes the expert files."""
+        """Ends the reader threads and closes the expert files."""
+        if hasattr(self, "_tiers"):
+            self._tiers.close()
         self._store.close()
 
-    def configure(self, capacity: int, policy: str = "lru", *, admission: str = "forced") -> None:
-        """Another cache for the requests to come; the loaded model stays. Raises CacheError as the constructor does."""
-        self._check(capacity, policy, admission)
+    def configure(
+        self,
+        capacity: int,
+        policy: str = "lru",
+        *,
+        admission: str = "forced",
+        batch: int = 1,
+        settings: Settings | None = None,
+    ) -> None:
+        """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
+        differ from those that the decoder was made with. Raises CacheError as the constructor does."""
+        self._check(capacity, policy, admission, batch)
+        if settings is not None:
+            if (settings.readers, settings.io, settings.ram) != (
+                self.settings.readers,
+                self.settings.io,
+                self.settings.ram,
+            ):
+                raise ValueError("readers, io and ram are fixed when a decoder is made")
+            self.settings = settings
         self.requested, self.capacity = capacity, min(capacity, self.n_experts)
-        self.policy, self.admission = policy, admission
-        # with bypass all K of a step may be strangers to the cache; a step of forced admission fits into the C slots,
-        # and prefill needs one slot to stream through
-        self.staging = self.top_k if admission == "bypass" else 1
+        self.policy, self.admission, self.batch = policy, admission, batch
+        self.staging = self._staging(capacity, admission, batch)
+        self._tiers.settle()
+        self._tiers.throttle = self.settings.throttle
+        for block in self._blocks:
+            block.guess = self.settings.guess
         self._pool.resize(self.capacity * self.n_layers + self.staging)
+        self._kept = False
+
+    def _staging(self, capacity: int, admission: str, batch: int) -> int:
+        """Slots beside the cache. With bypass all experts of a step may be strangers to it; where a step or a prompt can ask
+        for more than the cache holds, or the cache is not empty when a prompt comes, those stream through two slots."""
+        if admission == "bypass":
+            streamed = min(self.n_experts, self.top_k * batch)
+        else:
+            past = self.settings.warm != "cold" or min(self.n_experts, self.top_k * batch) > capacity
+            streamed = 2 if past else 0
+        return streamed + self.settings.guess
 
     def apply_gates(self, gates: Mapping[str, torch.Tensor]) -> None:
         """The base's gates, with these (in-memory name -> tensor) in place of their own; `{}` restores the base.
@@ -135,56 +206,103 @@ class OffloadedDecoder:
         *,
         forced: Sequence[int] | None = None,
         future: RoutingTrace | None = None,
+        sampling: Sampling | None = None,
         keep_logits: bool = False,
         keep_probabilities: bool = False,
     ) -> Decoded:
-        """One request with a cold cache: prefill of the prompt, then n_new - 1 passes of one token.
+        """One request: prefill of the prompt, then n_new - 1 passes of one token.
 
-        forced: n_new ids that are fed whatever the model would say; without them decoding is greedy, and an end token
-        is a token like any other. future: a trace of this very request (one request), which oracle policies need.
+        forced: n_new ids that are fed whatever the model would say. Without them and without `sampling` decoding is greedy; an
+        end token is a token like any other. future: a trace of this very request (one request), which oracle policies need.
         keep_probabilities: the trace holds the router's probabilities; it does so anyway where the policy needs them.
         """
-        prompt = [int(i) for i in prompt_ids]
-        if not prompt or n_new < 1 or (forced is not None and len(forced) < n_new):
-            raise UsageError(
-                f"cannot decode {n_new} tokens after a prompt of {len(prompt)}"
-                + ("." if forced is None else f" with {len(forced)} forced ids."),
-                "remoe eval --help",
-            )
+        done = self._decode(
+            [prompt_ids], n_new, None if forced is None else [forced], future, sampling, keep_logits, keep_probabilities
+        )
+        return Decoded(done.ids[0], *done[1:-1], None if done.logits is None else done.logits[0])
+
+    def decode_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n_new: int,
+        *,
+        forced: Sequence[Sequence[int]] | None = None,
+        sampling: Sampling | None = None,
+        keep_logits: bool = False,
+    ) -> DecodedBatch:
+        """Requests with prompts of one length, token by token together: a step of a layer asks for the distinct experts of all
+        of them. As `decode` otherwise. Raises UsageError for prompts of several lengths or more than `batch`."""
+        return self._decode(prompts, n_new, forced, None, sampling, keep_logits, False)
+
+    def floor(self, done: Decoded | DecodedBatch) -> Floor:
+        """The same loads once more, at the same pace, but without the model: what the storage alone takes of each token.
+
+        The cache is cold afterwards. What the RAM tier holds after the request is served from it.
+        """
+        self._tiers.settle()
+        self._pool.reset()
+        self._kept = False
+        found = replay_loads(self._tiers, self._pool, done, self.n_layers)
+        self._pool.reset()
+        return found
+
+    def _decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        n_new: int,
+        forced: Sequence[Sequence[int]] | None,
+        future: RoutingTrace | None,
+        sampling: Sampling | None,
+        keep_logits: bool,
+        keep_probabilities: bool,
+    ) -> DecodedBatch:
+        self._require_decodable(prompts, n_new, forced)
         ledger = self._start(future, keep_probabilities)
-        clock = Clock(self.device)
-        read_before = storage_bytes()
+        choose_ids = chooser(sampling, self.device)
+        read_before, busy_before = storage_bytes(), self._tiers.busy_s
         kept: list[torch.Tensor] = []
         chosen: list[torch.Tensor] = []
-        ids = torch.tensor([prompt], device=self.device)
-        fed = None if forced is None else torch.tensor([list(forced)[:n_new]], device=self.device)
+        ids_BT = torch.tensor([[int(i) for i in prompt] for prompt in prompts], device=self.device)
+        fed = None if forced is None else torch.tensor([list(ids)[:n_new] for ids in forced], device=self.device)
+        timeline = self._timeline
         with torch.inference_mode(), _running(self.device, self.threads):
-            clock.mark()
-            out = self._model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            timeline.start()
+            out = self._model(input_ids=ids_BT, use_cache=True, logits_to_keep=1)
             for step in range(n_new):
                 if step:
+                    ledger.loads.append([])
                     out = self._model(input_ids=chosen[-1], use_cache=True, **kept_cache(out))
-                logits_V = out.logits[0, -1]
+                logits_BV = out.logits[:, -1]
                 if keep_logits:
-                    kept.append(logits_V.clone())
-                chosen.append(logits_V.argmax().view(1, 1) if fed is None else fed[:, step : step + 1])
+                    kept.append(logits_BV.clone())
+                chosen.append(choose_ids(logits_BV) if fed is None else fed[:, step : step + 1])
                 if not step:
                     ledger.in_prefill = False
+                    before = [block.cache_counts() for block in self._blocks]
                     ledger.prefill.storage_bytes, read_before = _since(read_before), storage_bytes()
-                clock.mark()
-        latency = clock.latency()
+                    ledger.prefill.busy_s, busy_before = self._tiers.busy_s - busy_before, self._tiers.busy_s
+                timeline.token()
+        latency, split = timeline.finish()
+        self._tiers.settle()
         ledger.decode.storage_bytes = _since(read_before)
-        new_ids = torch.cat(chosen, 1)[0].tolist()
-        return Decoded(
-            new_ids,
-            self._trace(len(prompt), n_new, "greedy" if fed is None else "forced"),
+        ledger.decode.busy_s = self._tiers.busy_s - busy_before
+        self._kept = True
+        kind = "forced" if fed is not None else "greedy" if sampling is None else "sampled"
+        return DecodedBatch(
+            torch.cat(chosen, 1).tolist(),
+            trace_of(self._blocks, len(prompts), ids_BT.shape[1], n_new, self.n_experts, self._provenance(kind)),
             latency,
-            self._counts(ledger),
-            torch.stack(kept) if keep_logits else None,
+            counts_of(self._blocks, before, ledger, self.io),
+            split,
+            ledger.loads,
+            torch.stack(kept, 1) if keep_logits else None,
         )
 
-    def _check(self, capacity: int, policy: str, admission: str) -> None:
-        choose(policy)
+    def _provenance(self, kind: str) -> dict[str, Any]:
+        return {"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind}
+
+    def _check(self, capacity: int, policy: str, admission: str, batch: int) -> None:
+        needs = choose(policy).policy.needs
         ExpertCache(max(capacity, 1), n_experts=1, admission=admission)
         if capacity < self.top_k:
             raise CacheError(
@@ -192,39 +310,51 @@ class OffloadedDecoder:
                 f"{self.top_k} experts in each layer, so {self.top_k} or more are needed.",
                 f"remoe eval --cache {self.top_k}",
             )
+        if "probabilities" in needs and (batch > 1 or self.settings.warm == "batch"):
+            raise CacheError(
+                f"{policy} reads the routers' probabilities once a token: it takes neither a batch nor prompts through the cache.",
+                "remoe decode demo --cache 8 --policy lru",
+            )
+        if self.settings.guess > self.top_k:
+            raise UsageError(
+                f"a guess of {self.settings.guess} experts is more than the {self.top_k} that a token runs.",
+                f"remoe decode {self.checkpoint.id} --cache {capacity} --guess {self.top_k}",
+            )
+
+    def _require_decodable(
+        self, prompts: Sequence[Sequence[int]], n_new: int, forced: Sequence[Sequence[int]] | None
+    ) -> None:
+        lengths = {len(prompt) for prompt in prompts}
+        if not 1 <= len(prompts) <= self.batch or len(lengths) != 1:
+            raise UsageError(
+                f"a batch is 1 to {self.batch} prompts of one length, not {len(prompts)} of {sorted(lengths)} tokens.",
+                "remoe decode --help",
+            )
+        short = forced is not None and (len(forced) != len(prompts) or min(map(len, forced)) < n_new)
+        if not all(lengths) or n_new < 1 or short:
+            raise UsageError(
+                f"cannot decode {n_new} tokens after a prompt of {max(lengths)}"
+                + ("." if forced is None else f" with {min(map(len, forced), default=0)} forced ids."),
+                "remoe eval --help",
+            )
 
     def _start(self, future: RoutingTrace | None, keep_probabilities: bool) -> Ledger:
         ledger = Ledger()
-        self._pool.reset()
+        self._tiers.settle()
+        carried = self._kept and self.settings.warm == "carry"
+        if not carried:
+            self._pool.reset()
+            self._tiers.forget()
+        self._kept = False  # until the request is over
         for index, block in enumerate(self._blocks):
-            accesses = None if future is None else future.decode().experts[:, index, ::-1].ravel().tolist()
-            cache = ExpertCache(
-                self.capacity, self.policy, n_experts=self.n_experts, admission=self.admission, future=accesses
-            )
-            block.start(cache, ledger, keep_probabilities=keep_probabilities)
+            cache = None
+            if not carried:
+                accesses = None if future is None else future.decode().experts[:, index, ::-1].ravel().tolist()
+                cache = ExpertCache(
+                    self.capacity, self.policy, n_experts=self.n_experts, admission=self.admission, future=accesses
+                )
+            block.start(cache, ledger, through=self.settings.warm == "batch", keep_probabilities=keep_probabilities)
         return ledger
-
-    def _trace(self, n_prompt: int, n_new: int, kind: str) -> RoutingTrace:
-        n_tokens = n_prompt + n_new - 1
-        return RoutingTrace(
-            experts=np.stack([np.concatenate(block.experts) for block in self._blocks], 1),
-            borders=np.array([0, n_tokens]),
-            prefill=np.arange(n_tokens) < n_prompt,
-            n_experts=self.n_experts,
-            weights=np.stack([np.concatenate(block.weights) for block in self._blocks], 1),
-            probabilities=(
-                np.stack([np.concatenate(block.probabilities) for block in self._blocks], 1)
-                if self._blocks[0].probabilities
-                else None
-            ),
-            provenance={"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind},
-        )
-
-    def _counts(self, ledger: Ledger) -> Counts:
-        caches = [block.cache for block in self._blocks]
-        hits, misses = sum(cache.hits for cache in caches), sum(cache.misses for cache in caches)
-        evictions = sum(cache.evictions for cache in caches)
-        return Counts(hits + misses, hits, misses, evictions, ledger.decode, ledger.prefill)
 
 
 def _since(before: int | None) -> int | None:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from remoe_cli.sizes import show_size
+
 
 class Row(NamedTuple):
     """label, then one cell an arm; group: rows of one group stand together."""
@@ -46,7 +48,7 @@ def conditions(report: dict[str, Any]) -> list[str]:
     draws = f" in {c['draws']} disjoint draws" if c["draws"] > 1 else ""
     measured = (
         f"Measured: {c['measured_requests']} of the requests, {c['device_name']}, {c['dtype']}, {c['threads']} thread(s), "
-        f"io {c['io']}; torch {c['torch']}, transformers {c['transformers']}."
+        f"io {c['io']}{_how_loaded(c.get('offload'))}; torch {c['torch']}, transformers {c['transformers']}."
     )
     return [
         f"{name}: {base['moe_layers']} MoE layers, top-{base['top_k']} of {base['n_experts']}, "
@@ -57,6 +59,20 @@ def conditions(report: dict[str, Any]) -> list[str]:
         *([f"Domains: {'; '.join(map(_domain, report['domains']))}."] if report.get("domains") else []),
         *([measured] if c["measured_requests"] else []),
     ]
+
+
+def _how_loaded(offload: dict[str, Any] | None) -> str:
+    """Of the decoder's settings those that are not as they would be by themselves."""
+    if offload is None:
+        return ""
+    said = {
+        "readers {}": offload["readers"] if offload["readers"] != 2 else None,
+        "RAM tier {}": offload["ram"] and show_size(offload["ram"]),
+        "guess {}": offload["guess"],
+        "throttle {}/s": offload["throttle"] and show_size(offload["throttle"]),
+        "packed": offload["pack"],
+    }
+    return "".join(f", {words.format(value)}" for words, value in said.items() if value)
 
 
 def _domain(domain: dict[str, Any]) -> str:
@@ -113,7 +129,8 @@ def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
     if any(measured) and all(one is None or one["skipped"] for one in measured):
         rows.append(Row(group, "measured", [one["skipped"] if one else "n/a" for one in measured]))
     elif any(measured):
-        for label, show in _MEASURED.items():
+        with_floor = any(one and one.get("floor") for one in measured)
+        for label, show in {**_MEASURED, **(_FLOOR if with_floor else {})}.items():
             rows.append(Row(group, label, [_shown(one, show) for one in measured]))
     return rows
 
@@ -177,13 +194,31 @@ def _tail(one: dict) -> str:
     return "n/a" if itl is None else f"{itl['p95']:.2f} / {itl['p99']:.2f}"
 
 
+def _where_time_goes(one: dict) -> str:
+    """n/a in reports of older versions, as the others below."""
+    split = one.get("split_ms")
+    if not split or not (step := sum(split.values())):
+        return "n/a"
+    parts = (split["wait"], split["experts"], step - split["wait"] - split["experts"])
+    return f"{' / '.join(f'{100 * part / step:.0f}' for part in parts)} %"
+
+
+def _limit(one: dict) -> str:
+    return one["limit"]["by"] if one.get("limit") else "n/a"
+
+
 _MEASURED: dict[str, Callable[[dict], str]] = {
     "measured ttft, p50 ms": _p50("ttft_ms"),
     "measured tpot, p50 ms": _p50("tpot_ms"),
     "measured itl, p95 / p99 ms": _tail,
     "measured MB a token": lambda one: megabytes(one["mb_a_token"]),
+    "measured wait / experts / rest": _where_time_goes,
+    "measured, limited by": _limit,
     "counts = simulator": lambda one: _yes(one["counts_match"]),
     "exact (= resident)": lambda one: _yes(one["exact"]),
+}
+_FLOOR: dict[str, Callable[[dict], str]] = {
+    "measured, loads alone": lambda one: percent(one["floor"]["share"]) if one.get("floor") else "n/a",
 }
 
 

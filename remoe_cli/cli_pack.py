@@ -1,0 +1,27 @@
+"""The command `remoe pack`. Heavy imports stay inside, so that --help is quick."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def pack(
+    model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
+    out: Annotated[Path, typer.Option(help="Folder for the packed experts; must not exist yet.")],
+    force: Annotated[bool, typer.Option("--force", help="Also where every expert takes one read already.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")] = False,
+) -> None:
+    """Copy the experts of MODEL so that one read brings each, where the checkpoint keeps its tensors apart.
+
+    `remoe decode MODEL --pack DIR` reads experts from there, everything else from MODEL.
+    """
+    from remoe_cli.console import data as print_data
+    from remoe_cli.console import note
+
+    note("Loading torch and transformers")
+    from remoe_cli import pack as verb
+
+    done = verb.pack(model, out, force=force)
+    print_data(json.dumps(done) if as_json else verb.summary(done))

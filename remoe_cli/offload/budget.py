@@ -1,0 +1,119 @@
+"""Does a decoder fit into memory: what it will take, before anything is loaded."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from remoe_cli import memory
+from remoe_cli.errors import CacheError, command
+from remoe_cli.families.experts import ExpertLayer
+from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
+from remoe_cli.sizes import show_size
+
+WORKING_ROOM = 150_000_000  # bytes beside weights and experts: activations, attention cache, allocators
+_MEGABYTE = 1_000_000
+
+
+class _Need(NamedTuple):
+    """Bytes. tokens: what requests take; dense: weights outside the experts; loading: the largest tensor as it is stored, which lies beside them while
+    they are loaded and before there are slots."""
+
+    tokens: int
+    dense: int
+    slots: int
+    ram: int
+    host: int
+    loading: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + max(self.slots + self.ram + self.host + self.tokens, self.loading) + WORKING_ROOM
+
+
+def require(
+    checkpoint: Checkpoint,
+    layers: Sequence[ExpertLayer],
+    dtype: torch.dtype,
+    device: str,
+    capacity: int,
+    *,
+    row_bytes: int,
+    rows: Callable[[int], int],
+    ram: int,
+    top_k: int,
+    host: int = 0,
+    tokens: int = 0,
+) -> None:
+    """Raises CacheError where memory does not hold a decoder, with what would fit: a smaller RAM tier, else fewer slots.
+
+    capacity: slots a layer; row_bytes: of a slot; rows: capacity -> slots beside those of the layers; ram: bytes of the RAM
+    tier; top_k: the smallest capacity; host: other bytes in host memory, on the way to slots; tokens: of the longest request,
+    or of all those of a batch. On a GPU all but the RAM tier and `host` has to fit there.
+    """
+    outside = _outside(checkpoint, layers)
+    dense = sum(math.prod(info.shape) for info in outside) * dtype.itemsize
+    loading = max((info.nbytes for info in outside), default=0)
+    context = request_bytes(checkpoint.config, dtype, tokens)
+    cuda = device.startswith("cuda")
+
+    def needs(slots_a_layer: int, ram: int) -> list[tuple[_Need, memory.Room]]:
+        slots = (slots_a_layer * len(layers) + rows(slots_a_layer)) * row_bytes
+        if cuda:
+            return [(_Need(context, dense, slots, 0, 0, 0), on_device), (_Need(0, 0, 0, ram, host, loading), in_host)]
+        return [(_Need(context, dense, slots, ram, host, loading), in_host)]
+
+    def short(slots_a_layer: int, ram: int) -> tuple[_Need, memory.Room] | None:
+        return next(((need, room) for need, room in needs(slots_a_layer, ram) if need.total > room.nbytes), None)
+
+    in_host = memory.available()
+    on_device = memory.gpu(device) if cuda else in_host
+    lacking = short(capacity, ram)
+    if lacking is None:
+        return
+    need, room = lacking
+    parts = {
+        "weights outside the experts": need.dense,
+        "slots": need.slots,
+        "RAM tier": need.ram,
+        f"{tokens:,} tokens": need.tokens,
+    }
+    parts["working room"] = need.total - sum(parts.values())
+    said = (
+        f"{checkpoint.id} with {capacity} slots a layer needs {show_size(need.total)} "
+        f"({', '.join(f'{name} {show_size(size)}' for name, size in parts.items() if size)}), "
+        f"but {room.limit} has {show_size(room.nbytes)} left"
+    )
+    if ram and short(capacity, 0) is None:
+        need, room = needs(capacity, 0)[-1]
+        left = (room.nbytes - need.total) // _MEGABYTE
+        fits = f"{left}MB" if left * _MEGABYTE >= row_bytes else None
+        raise CacheError(f"{said}.", command("decode", checkpoint.id, cache=capacity, ram=fits))
+    for fewer in range(capacity - 1, top_k - 1, -1):
+        if short(fewer, 0) is None:
+            raise CacheError(f"{said}.", command("decode", checkpoint.id, cache=fewer))
+    least = next(need for need, room in needs(top_k, 0) if need.total > room.nbytes)
+    raise CacheError(
+        f"{said}; the least, {top_k} slots, needs {show_size(least.total)}.",
+        f"{command('decode', checkpoint.id, cache=top_k)} where {show_size(least.total)} are free",
+    )
+
+
+def request_bytes(config: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
+    """The attention cache of so many tokens, and about what the widest layers hold of a prompt while it passes."""
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if config.get("kv_lora_rank"):
+        a_head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        kept = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        a_head = config.get("head_dim") or hidden // heads
+        kept = 2 * a_head * (config.get("num_key_value_heads") or heads)
+    passing = hidden * (2 * config["num_experts_per_tok"] + 8) + 4 * heads * a_head + 4 * config["intermediate_size"]
+    return tokens * dtype.itemsize * (config["num_hidden_layers"] * kept + passing)
+
+
+def _outside(checkpoint: Checkpoint, layers: Sequence[ExpertLayer]) -> list[TensorInfo]:
+    """The tensors that are no expert's. An expert's first byte is a tensor's, also where one tensor holds all experts."""
+    experts = {piece[:2] for layer in layers for part in layer.parts for pieces in part.pieces for piece in pieces}
+    return [info for info in checkpoint.tensors.values() if info[:2] not in experts]

@@ -1,0 +1,81 @@
+"""One expert, and one dense linear layer, for few tokens: near the memory floor, with the stock modules' own arithmetic.
+
+Shape letters: M rows, H hidden.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from remoe_cli.errors import FamilyError
+
+Parts = dict[str, list[torch.Tensor]]
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def without_onednn(x: torch.Tensor) -> Iterator[None]:
+    """For products of few rows with transposed weights in half precision on a CPU: torch's own kernels stream those
+    weights at twice oneDNN's speed."""
+    if x.dtype not in _HALF or x.device.type != "cpu":
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def linear(x_MH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear, near the memory floor for a single row."""
+    if x_MH.numel() == x_MH.shape[-1]:
+        with without_onednn(x_MH):
+            return F.linear(x_MH, weight, bias)
+    return F.linear(x_MH, weight, bias)
+
+
+def quicken(model: nn.Module) -> None:
+    """Every nn.Linear of a model takes `linear`."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return linear(x, module.weight, module.bias)
+
+
+def require_known(module: Any, model_type: str) -> None:
+    """Raises FamilyError for an experts module whose arithmetic is not gate, up, down as its flags describe it."""
+    known = all(hasattr(module, name) for name in ("is_transposed", "has_bias", "has_gate", "_apply_gate"))
+    if not known or getattr(module, "has_post_expert_norm", False):
+        raise FamilyError(
+            f"{model_type}: remoe does not know how {type(module).__name__} computes an expert.",
+            "pip install -U remoe-cli",
+        )
+
+
+def run_expert(module: Any, parts: Parts, x_MH: torch.Tensor) -> torch.Tensor:
+    """[M, H]: what the stock module's own loop computes for one expert, before the routing weight.
+
+    module: the experts module, decorated by transformers' use_experts_implementation, whose flags say how it computes.
+    parts: the expert's tensors under the names of the module's parameters; pieces of one part that do not lie side by side
+    are several, joined along what they put out.
+    """
+    hidden = _project(module, parts, "gate_up_proj" if module.has_gate else "up_proj", x_MH)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    return _project(module, parts, "down_proj", hidden)
+
+
+def _project(module: Any, parts: Parts, name: str, x: torch.Tensor) -> torch.Tensor:
+    pieces = parts[name]
+    out = [x @ piece for piece in pieces] if module.is_transposed else [linear(x, piece) for piece in pieces]
+    joined = out[0] if len(out) == 1 else torch.cat(out, -1)
+    return joined + parts[f"{name}_bias"][0] if module.has_bias else joined

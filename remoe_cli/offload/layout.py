@@ -1,0 +1,158 @@
+"""Where in a row each expert's tensors lie, and which reads bring them there.
+
+Experts of one model differ: by where a page begins inside them, and by whether all their tensors lie side by side. A row is
+large enough for each of them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from remoe_cli.families.experts import ExpertLayer, Piece
+from remoe_cli.families.loader import DTYPES
+from remoe_cli.offload.arena import PAGE
+
+ALIGN = 64  # parts that are copied start on cache lines
+
+
+class Window(NamedTuple):
+    """One read: `nbytes` from `offset` of `file`, to `start` of a row. needed: how many of them hold the expert's data; where
+    a file ends sooner than `nbytes`, that is enough."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    needed: int
+    start: int
+
+
+class View(NamedTuple):
+    """A tensor in a row, or several pieces of it that lie side by side. part: its name; dim: along which the pieces of one
+    part are joined."""
+
+    part: str
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int
+
+
+class Image(NamedTuple):
+    """One expert in a row."""
+
+    windows: tuple[Window, ...]
+    views: tuple[View, ...]
+
+
+class Layout:
+    """images: [layer][expert], as the files are read; row_bytes: of a row for them.
+
+    direct: windows begin and end on pages, as O_DIRECT wants them, else they are exact. convert: whether the
+    compute dtype differs from the stored one (or a tensor does not lie on a multiple of its element size), so that experts
+    are read into one row and copied to another: `targets`, the same for all experts, in a row of `slot_bytes`.
+    """
+
+    def __init__(self, layers: Sequence[ExpertLayer], dtype: torch.dtype, *, direct: bool) -> None:
+        self.images = [[_image(layer, expert, direct) for expert in range(layer.n_experts)] for layer in layers]
+        views = [view for images in self.images for image in images for view in image.views]
+        self.row_bytes = max(_end(image.windows[-1]) for images in self.images for image in images)
+        self.convert = any(view.dtype != dtype or view.start % view.dtype.itemsize for view in views)
+        self.targets, self.slot_bytes = ((), self.row_bytes) if not self.convert else _targets(layers[0], dtype)
+        self.max_windows = max(len(image.windows) for images in self.images for image in images)
+
+    def tensors(self, slot: torch.Tensor, layer: int, expert: int) -> dict[str, list[torch.Tensor]]:
+        """Part -> its pieces, in order, as views of a slot [slot_bytes] that holds this expert."""
+        return _tensors(slot, self.targets if self.convert else self.images[layer][expert].views)
+
+    def copy(self, row: torch.Tensor, slot: torch.Tensor, layer: int, expert: int) -> None:
+        """From a row as it was read to a slot in the compute dtype."""
+        parts = {view.part: view for view in self.targets}
+        done: dict[str, int] = {}
+        for view in self.images[layer][expert].views:
+            target = parts[view.part]
+            raw = row[view.start : view.start + view.nbytes]
+            if view.start % view.dtype.itemsize:
+                raw = raw.clone()
+            source = raw.view(view.dtype).view(view.shape)
+            whole = _tensor(slot, target)
+            start = done.get(view.part, 0)
+            whole.narrow(view.dim, start, view.shape[view.dim]).copy_(source)
+            done[view.part] = start + view.shape[view.dim]
+
+
+def _tensors(row: torch.Tensor, views: Sequence[View]) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for view in views:
+        found.setdefault(view.part, []).append(_tensor(row, view))
+    return found
+
+
+def _tensor(row: torch.Tensor, view: View) -> torch.Tensor:
+    return row[view.start : view.start + view.nbytes].view(view.dtype).view(view.shape)
+
+
+def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
+    """Runs of pieces without a gap between them are one window; pieces of one part that follow one another are one view."""
+    named = [(part.name, piece) for part in layer.parts for piece in part.pieces[expert]]
+    windows: list[Window] = []
+    where: dict[int, int] = {}  # place in `named` -> start in the row
+    for run in _runs([piece for _, piece in named]):
+        first = named[run[0]][1]
+        length = sum(named[i][1].nbytes for i in run)
+        before = first.offset % PAGE
+        start = _end(windows[-1]) if windows else 0
+        place = start + before  # also where reads are exact: products may round by where their operands lie
+        if direct:
+            whole = _up(before + length, PAGE)
+            windows.append(Window(first.file, first.offset - before, whole, before + length, start))
+        else:
+            windows.append(Window(first.file, first.offset, length, length, place))
+        for i in run:
+            where[i] = place
+            place += named[i][1].nbytes
+    views: list[View] = []
+    for i, (part, piece) in enumerate(named):
+        dtype = DTYPES[piece.dtype]
+        last = views[-1] if views else None
+        joined = last is not None and last.part == part and last.dim == piece.dim == 0 and last.dtype == dtype
+        if joined and last is not None and last.start + last.nbytes == where[i]:
+            shape = (last.shape[0] + piece.shape[0], *piece.shape[1:])
+            views[-1] = View(part, last.start, last.nbytes + piece.nbytes, shape, dtype, 0)
+        else:
+            views.append(View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim))
+    return Image(tuple(windows), tuple(views))
+
+
+def _runs(pieces: Sequence[Piece]) -> list[list[int]]:
+    """The numbers of pieces, those that lie side by side in one file together."""
+    runs: list[list[int]] = []
+    end: tuple[Path, int] | None = None
+    for i in sorted(range(len(pieces)), key=lambda i: (pieces[i].file, pieces[i].offset)):
+        piece = pieces[i]
+        if end == (piece.file, piece.offset):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+        end = (piece.file, piece.offset + piece.nbytes)
+    return runs
+
+
+def _targets(layer: ExpertLayer, dtype: torch.dtype) -> tuple[tuple[View, ...], int]:
+    views: list[View] = []
+    end = 0
+    for part in layer.parts:
+        nbytes = dtype.itemsize * int(torch.Size(part.shape).numel())
+        views.append(View(part.name, end, nbytes, part.shape, dtype, 0))
+        end = _up(end + nbytes, ALIGN)
+    return tuple(views), _up(end, PAGE)
+
+
+def _end(window: Window) -> int:
+    return _up(window.start + window.nbytes, PAGE)
+
+
+def _up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,67 @@
+"""remoe pack: a copy of a model's experts in which each takes one read."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from remoe_cli import atomic
+from remoe_cli.console import progress
+from remoe_cli.errors import command, RunError
+from remoe_cli.families import family_of
+from remoe_cli.families.loader import experts_on_disk
+from remoe_cli.hub.resolve import fetch_config, resolve
+from remoe_cli.offload import pack as store
+from remoe_cli.sizes import show_size
+
+
+def pack(model: str, out: Path, *, force: bool = False) -> dict[str, Any]:
+    """Writes the folder `out`; what is in it. force: also where every expert takes one read already.
+
+    Raises RemoeError for every mistake; then nothing is written.
+    """
+    atomic.require_free(out)
+    found = fetch_config(model)
+    family_of(found.config, model)
+    checkpoint = resolve(found)
+    layers = experts_on_disk(checkpoint)
+    before, top_k = store.reads_an_expert(layers), layers[0].top_k
+    if before == 1 and not force:
+        raise RunError(
+            f"the experts of {model} need no packing: each takes one read as it lies. (--force packs them, onto pages.)",
+            command("decode", model, cache=top_k),
+        )
+    needed = store.packed_bytes(layers)
+    _check_room(out, needed)
+    with progress("pack", needed, in_bytes=True) as bar:
+        store.write(layers, checkpoint, out, on_bytes=bar.update)
+    return {
+        "folder": str(out),
+        "model": checkpoint.id,
+        "commit": checkpoint.commit,
+        "layers": len(layers),
+        "experts": layers[0].n_experts,
+        "top_k": top_k,
+        "bytes": needed,
+        "reads_an_expert": {"before": before, "after": 1.0},
+    }
+
+
+def summary(done: dict[str, Any]) -> str:
+    """What was packed, and the next command."""
+    return "\n".join(
+        [
+            f"{done['folder']}: {done['layers']} MoE layers of {done['experts']} experts, {show_size(done['bytes'])}; "
+            f"an expert takes 1 read, {done['reads_an_expert']['before']:.3g} before",
+            f"Next: {command('decode', done['model'], cache=done['top_k'], pack=done['folder'])}",
+        ]
+    )
+
+
+def _check_room(out: Path, needed: int) -> None:
+    place = next(folder for folder in out.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise RunError(
+            f"{out} needs {show_size(needed)} and {place} has {show_size(free)} free.",
+            "the same command with --out on another disk",
+        )

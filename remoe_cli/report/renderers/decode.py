@@ -1,0 +1,134 @@
+"""What `remoe decode` did, for a person: texts and figures of one setting, or one table of a sweep."""
+
+from collections.abc import Callable
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from remoe_cli.report.rows import megabytes, number, percent
+from remoe_cli.sizes import show_size
+
+Row = dict[str, Any]
+_WIDTH = 200  # a figure that is cut to fit is no figure
+
+
+def summary(done: dict[str, Any]) -> str:
+    if len(done["rows"]) > 1:
+        return sweep(done)
+    row, conditions = done["rows"][0], done["conditions"]
+    lines = [*_texts(row["texts"]), "", _cache(row, done["requested"]["cache"]), _loads(row, conditions)]
+    if row["split_ms"] is not None:
+        lines.append(f"a step: {_split(row)}; limited by {row['limit']['by']}")
+    lines.append(
+        f"ttft {_ms(row, 'ttft_ms', 'mean', 1)}, tpot {_ms(row, 'tpot_ms', 'mean', 2)}, itl p95 {_ms(row, 'itl_ms', 'p95', 2)} "
+        f"on {machine(conditions)}"
+    )
+    if row["floor"] is not None:
+        lines.append(_floor(row["floor"]))
+    return "\n".join(lines)
+
+
+def sweep(done: dict[str, Any]) -> str:
+    """One row a combination; settings that do not vary stand below."""
+    rows, conditions = done["rows"], done["conditions"]
+    varied = {name: show for name, show in _SETTINGS.items() if len({row[_KEYS[name]] for row in rows}) > 1}
+    columns = {**varied, **_FIGURES, **({"of floor": _of_floor} if rows[0]["floor"] is not None else {})}
+    view = Table(box=None, pad_edge=False, show_edge=False)
+    for name in columns:
+        view.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        view.add_row(*(show(row) for show in columns.values()))
+    out = Console(file=StringIO(), width=_WIDTH, highlight=False)
+    out.print(view)
+    fixed = [f"{name} {show(rows[0])}" for name, show in _SETTINGS.items() if name not in varied]
+    prompts = conditions["prompt_tokens"]
+    lengths = f"{min(prompts)}" if min(prompts) == max(prompts) else f"{min(prompts)} to {max(prompts)}"
+    for line in (
+        "",
+        f"{', '.join(fixed)}; {rows[0]['policy']}, {rows[0]['admission']}; {len(prompts)} prompts of {lengths} tokens.",
+        f"On {machine(conditions)}; io {_io(conditions)}. Times in ms; itl is the time of one step, all rows of a batch.",
+    ):
+        out.print(line, markup=False)
+    return out.file.getvalue()  # type: ignore[attr-defined]
+
+
+def machine(conditions: dict[str, Any]) -> str:
+    return f"{conditions['device_name']}, {conditions['dtype']}, {conditions['threads']} thread(s)"
+
+
+def rate(bytes_a_second: float | None) -> str:
+    return "n/a" if bytes_a_second is None else f"{show_size(bytes_a_second)}/s"
+
+
+def _texts(texts: list[str]) -> list[str]:
+    return texts if len(texts) == 1 else [f"[{at}] {text}" for at, text in enumerate(texts, 1)]
+
+
+def _cache(row: Row, asked: str) -> str:
+    slots = f"C = {row['capacity']}" + (f" (all there are; {asked} asked for)" if asked != str(row["capacity"]) else "")
+    together = f", {row['batch']} together" if row["batch"] > 1 else ""
+    hit = number(row["hit_ratio"], 3)
+    return (
+        f"{slots}, {row['policy']}, {row['admission']}{together}: hit {hit}, {row['misses']:,} misses, "
+        f"{megabytes(row['mb_a_token'])} MB a token"
+    )
+
+
+def _loads(row: Row, conditions: dict[str, Any]) -> str:
+    asked, read = show_size(row["bytes"]), show_size(row["read_bytes"])
+    parts = [f"{row['reads']:,} loads, {asked}; {read} read at {rate(row['bandwidth'])}"]
+    if row["ram_loads"]:
+        parts.append(f"{row['ram_loads']:,} loads from RAM")
+    if row["guess"]:
+        parts.append(f"{row['guesses']:,} guesses, {row['guessed']:,} of them needed")
+    if row["throttle"]:
+        parts.append(f"throttled to {rate(row['throttle'])}")
+    return f"{', '.join(parts)} (io {_io(conditions)})"
+
+
+def _io(conditions: dict[str, Any]) -> str:
+    return conditions["io"] + (f": {conditions['io_reason']}" if conditions["io_reason"] else "")
+
+
+def _split(row: Row) -> str:
+    split = row["split_ms"]
+    return f"{sum(split.values()):.2f} ms = " + " + ".join(f"{name} {ms:.2f}" for name, ms in split.items())
+
+
+def _floor(floor: dict[str, Any]) -> str:
+    alone = "n/a" if floor["step_ms"] is None else f"{floor['step_ms']['mean']:.2f} ms"
+    return f"floor: {alone} a step for the loads alone, at {rate(floor['bandwidth'])}; they fill {percent(floor['share'])} of a step"
+
+
+def _ms(row: Row, name: str, of: str, places: int) -> str:
+    return "n/a" if row[name] is None else f"{row[name][of]:.{places}f} ms"
+
+
+def _time(name: str, of: str, places: int = 2) -> Callable[[Row], str]:
+    return lambda row: number(row[name][of] if row[name] else None, places)
+
+
+def _of_floor(row: Row) -> str:
+    return percent(row["floor"]["share"])
+
+
+_KEYS = {"throttle": "throttle", "batch": "batch", "tokens": "new_tokens", "C": "capacity"}
+_SETTINGS: dict[str, Callable[[Row], str]] = {
+    "throttle": lambda row: "none" if row["throttle"] is None else rate(row["throttle"]),
+    "batch": lambda row: str(row["batch"]),
+    "tokens": lambda row: str(row["new_tokens"]),
+    "C": lambda row: str(row["capacity"]),
+}
+_FIGURES: dict[str, Callable[[Row], str]] = {
+    "MB a token": lambda row: megabytes(row["mb_a_token"]),
+    "hit": lambda row: percent(row["hit_ratio"]),
+    "ttft": _time("ttft_ms", "p50", 1),
+    "tpot": _time("tpot_ms", "p50"),
+    "itl p50": _time("itl_ms", "p50"),
+    "p95": _time("itl_ms", "p95"),
+    "p99": _time("itl_ms", "p99"),
+    "wait": lambda row: percent(row["limit"]["wait_share"] if row["limit"] else None),
+    "limit": lambda row: row["limit"]["by"] if row["limit"] else "n/a",
+}
