@@ -44,7 +44,8 @@ class Objective:
 
 @dataclass(frozen=True)
 class Train:
-    """One optimiser step sees micro_batch * accumulation rows of `sequence` tokens. lr_warmup: fraction of the run.
+    """One optimiser step sees micro_batch * accumulation rows of `sequence` tokens. lr_warmup: fraction of the run
+    until lr is reached; lr_decay: fraction at its end over which lr falls in a line towards 0 (0: it stays).
     save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step."""
 
     steps: int = 2000
@@ -53,6 +54,7 @@ class Train:
     accumulation: int = 8
     lr: float = 5e-5
     lr_warmup: float = 0.1
+    lr_decay: float = 0.0
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
@@ -284,7 +286,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("above 0", lambda x: x > 0, ("train.clip",)),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, ("train.lr",)),
     ("between 0 and 1", lambda x: 0 <= x <= 1, (
-        "train.lr_warmup", "train.weight_decay", "objective.reuse_warmup", "objective.consistency_warmup",
+        "train.lr_warmup", "train.lr_decay", "train.weight_decay", "objective.reuse_warmup",
+        "objective.consistency_warmup",
     )),
     ("at least 0", lambda x: x >= 0, (
         "objective.trust", "objective.reuse", "objective.smooth", "objective.lag", "objective.window", "objective.scale",

@@ -77,7 +77,7 @@ def test_any_text_survives_the_round_trip(tmp_path_factory, source):
         ("train.steps=true", "whole number"), ("train.steps=", "whole number"), ("train.steps=1e300", "whole number"),
         ("train.steps=" + "9" * 5000, "whole number"), ("train.steps={a: 1}", "whole number"), ("train.steps=0", "at least 1"),
         ("train.sequence=1", "between 2 and 1048576"), ("train.sequence=1e9", "between 2 and"), ("train.micro_batch=1e9", "65536"),
-        ("train.accumulation=0", "between 1 and 65536"), ("train.lr=7", "at most 1"), ("train.lr=-1", "above 0"),
+        ("train.accumulation=0", "between 1 and 65536"), ("train.lr=7", "at most 1"), ("train.lr_decay=1.5", "between 0 and 1"), ("train.lr=-1", "above 0"),
         ("train.lr=nan", "a number"), ("train.lr=[1", "not valid YAML"), ("train.lr=[1]", "a number"), ("train.lr=1e999", "a number"),
         ("train.clip=0", "above 0"), ("train.betas=0.9", "a list"), ("train.betas=[0.9]", "two numbers"), ("train.betas=[0.9, 1]", "two numbers"),
         ("train.betas=[a, b]", "a list"), ("train.betas={a: 1}", "a list"), ("train.weight_decay=-1", "between 0 and 1"),
@@ -100,7 +100,7 @@ def test_bad_overrides_are_named(override, words):
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
-        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 3, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
+        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 5), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)

@@ -216,6 +216,20 @@ def test_learning_rate_warms_up_from_the_first_step():
     assert sorted(s.elapsed for s in trained.steps) == [s.elapsed for s in trained.steps]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_decay": 0.8}, [1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4]),
+        ({"lr_warmup": 0.4, "lr_decay": 0.4}, [5e-4, 1e-3, 1e-3, 1e-3, 5e-4]),
+        ({"lr_warmup": 1.0, "lr_decay": 1.0}, [2e-4, 4e-4, 6e-4, 4e-4, 2e-4]),
+    ],
+)
+def test_learning_rate_falls_in_a_line_at_the_end(settings, expected):
+    model = load("mixtral")
+    trained = train(model, find_gates(model), endless(20, 50), recipe_of(steps=5, lr=1e-3, **settings))
+    assert [s.lr for s in trained.steps] == pytest.approx(expected)
+
+
 def test_the_same_run_twice_gives_the_same_gates():
     runs = []
     for _ in range(2):

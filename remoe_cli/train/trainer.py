@@ -2,7 +2,8 @@
 
 One step sees `accumulation` micro-batches. Every term is divided by its weight over the whole step, so that neither
 micro-batch size nor packing changes the loss. Steps count from 1: a run of S steps with a warm-up of w*S has 1/(w*S)
-of the learning rate (and of a_r, a_l) in its first step and all of it in step w*S and later.
+of the learning rate (and of a_r, a_l) in its first step and all of it in step w*S and later. A decay of d*S mirrors that at
+the end: 1/(d*S) of the learning rate in the last step.
 
 Shape letters: L MoE layers, B rows, T slots a row, N = B*T, E routed experts, D hidden size, K experts a token.
 """
@@ -235,7 +236,9 @@ class _Loop:
     def update(self, step: int) -> float:
         """One optimiser step from the masters' gradients; returns its learning rate."""
         settings = self.recipe.train
-        lr = settings.lr * ramp(step, settings.steps, settings.lr_warmup)
+        rise = ramp(step, settings.steps, settings.lr_warmup)
+        fall = ramp(settings.steps + 1 - step, settings.steps, settings.lr_decay)
+        lr = settings.lr * min(rise, fall)
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
