@@ -59,9 +59,10 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
         change = None
     tokenizer = load_tokenizer(checkpoint)
     prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
+    longest = max(map(len, prompts.ids)) + max(plan.tokens)
     with OffloadedDecoder(
         checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=asked.threads,
-        settings=plan.settings, pack=asked.pack, batch=max(plan.batches),
+        settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
     ) as decoder:  # fmt: skip
         if change is not None:
             decoder.apply_gates(gates_for(decoder.disk_names, change))

@@ -40,7 +40,8 @@ class OffloadedDecoder:
     """capacity: expert slots a layer (more than E is E: `requested` keeps the number asked for); policy: NAME or
     NAME:PARAMETER of POLICIES; admission: "forced" | "bypass"; dtype: compute dtype, by default the checkpoint's own on a CPU
     and bfloat16 on a GPU; threads: compute threads while decoding, by default as they are; pack: a folder that `remoe pack`
-    wrote of this checkpoint; batch: requests that `decode_batch` takes at once, at most.
+    wrote of this checkpoint; batch: requests that `decode_batch` takes at once, at most; tokens: of the longest of them
+    together, prompts and new ones, for which memory is asked beforehand.
 
     Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram. `layers`: one
     ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `disk_names`: the gates that apply_gates takes
@@ -62,6 +63,7 @@ class OffloadedDecoder:
         settings: Settings | None = None,
         pack: Path | None = None,
         batch: int = 1,
+        tokens: int = 0,
     ) -> None:
         family = family_of(checkpoint.config, checkpoint.id)
         self.checkpoint = checkpoint
@@ -79,13 +81,15 @@ class OffloadedDecoder:
         self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
         self.io, self.io_reason = self._store.io, self._store.io_reason
         try:
-            self._build(family.model_type, layers, capacity, admission, batch)
+            self._build(family.model_type, layers, capacity, admission, batch, tokens)
             self.configure(capacity, policy, admission=admission, batch=batch)
         except BaseException:
             self.close()
             raise
 
-    def _build(self, model_type: str, on_disk: list[ExpertLayer], capacity: int, admission: str, batch: int) -> None:
+    def _build(
+        self, model_type: str, on_disk: list[ExpertLayer], capacity: int, admission: str, batch: int, tokens: int
+    ) -> None:
         layout = Layout(self.layers, self.dtype, direct=self.io == "direct")
         self.slot_bytes = layout.slot_bytes
         budget.require(
@@ -99,6 +103,7 @@ class OffloadedDecoder:
             ram=self.settings.ram,
             top_k=self.top_k,
             host=host_bytes(layout, self.settings.readers, self.device),
+            tokens=tokens,
         )
         self._model, stock = load_without_experts(self.checkpoint, self.dtype, str(self.device))
         for layer in stock:
