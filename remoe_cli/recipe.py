@@ -25,7 +25,8 @@ _NAME = re.compile(r"[^\W_][\w.-]{0,59}")  # it becomes part of folder names
 class Objective:
     """L = CE + trust*L_Trust + scale*(a_r*reuse*L_Reuse + a_l*(smooth*L_Smooth + lag*L_Lag + window*L_WS)).
 
-    Defaults: ReMoE (arXiv 2605.27081). window_tokens is not published there; 16 is ours, and so is scale (1 = paper).
+    Defaults: ReMoE (arXiv 2605.27081). window_tokens is not published there; 16 is ours, and so are scale and
+    reuse_tokens (1 = paper): the experts of how many tokens before count for reuse.
     reuse_warmup, consistency_warmup: fractions of the run until a_r, a_l reach 1.
     """
 
@@ -38,6 +39,7 @@ class Objective:
     scale: float = 1.0
     lags: tuple[int, ...] = (1, 2, 4, 8, 16)
     window_tokens: int = 16
+    reuse_tokens: int = 1
     reuse_warmup: float = 0.2
     consistency_warmup: float = 0.4
 
@@ -281,6 +283,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "evaluate.requests", "evaluate.prompt_tokens", "evaluate.new_tokens", "evaluate.measured",
     )),
     ("between 2 and 1048576", lambda n: 2 <= n <= 2**20, ("train.sequence",)),
+    ("between 1 and 64", lambda n: 1 <= n <= 64, ("objective.reuse_tokens",)),
     ("between 1 and 65536", lambda n: 1 <= n <= 2**16, ("train.micro_batch", "train.accumulation")),
     ("between 0 and 4294967295", lambda n: 0 <= n < 2**32, ("train.seed",)),
     ("above 0", lambda x: x > 0, ("train.clip",)),

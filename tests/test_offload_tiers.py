@@ -1,6 +1,8 @@
 """Batches, tiers, guesses and warm caches: nothing of it changes a token, and all of it counts as the replay says."""
 
 from itertools import product
+from time import sleep
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from remoe_cli.cache import choose, replay
 from remoe_cli.cache.together import replay_together
 from remoe_cli.errors import CacheError, UsageError
 from remoe_cli.hub.checkpoint import Checkpoint
-from remoe_cli.offload import OffloadedDecoder, Settings
+from remoe_cli.memory import Room
+from remoe_cli.offload import ExpertStore, OffloadedDecoder, Settings
 from remoe_cli.routing import RoutingTrace
 
 
@@ -168,6 +171,44 @@ def test_a_request_that_fails_leaves_a_decoder_that_works(folders, monkeypatch):
     assert again.ids == first.ids and again.counts[:4] == first.counts[:4], "the cache was not started anew"
 
 
+def test_guesses_that_miss_starve_no_layer(folders, monkeypatch):
+    """On slow storage guesses land late; those that nobody wants must not take the slots of strangers that pass through."""
+    read = ExpertStore.read
+
+    def slow(self, image, row):
+        sleep(0.002)
+        return read(self, image, row)
+
+    monkeypatch.setattr(ExpertStore, "read", slow)
+    checkpoint = Checkpoint.open(folders("mixtral"))
+    for admission, policy, warm in product(("forced", "bypass"), ("lru", "lfu"), ("cold", "carry")):
+        settings = Settings(readers=1, guess=2, warm=warm)
+        with OffloadedDecoder(checkpoint, 5, policy, admission=admission, settings=settings) as decoder:
+            for prompt in (PROMPT, PROMPTS[0]):
+                done = decoder.decode(prompt, 24)
+                reads = done.counts.misses - done.counts.guessed + done.counts.guesses
+                assert done.counts.decode.reads == reads
+                held = sum(len(block.cache.resident) for block in decoder._blocks)
+                assert decoder._pool.n_free == len(decoder._pool.rows) - held
+
+
+def test_a_configuration_that_is_interrupted_is_taken_up_anew(folders, monkeypatch):
+    with OffloadedDecoder(Checkpoint.open(folders("mixtral")), 3, settings=Settings(warm="carry")) as decoder:
+        plain = decoder.decode(PROMPT, NEW, keep_logits=True)
+        with monkeypatch.context() as patch:
+            patch.setattr("remoe_cli.offload.slots.Arena", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                decoder.configure(4)
+        assert torch.equal(decoder.decode(PROMPT, NEW, keep_logits=True).logits, plain.logits)
+        with monkeypatch.context() as patch:
+            patch.setattr("remoe_cli.offload.budget.memory.available", lambda: Room(10**3, "the machine"))
+            with pytest.raises(CacheError, match=r"take .* more, but the machine has"):
+                decoder.configure(8)
+        with torch.inference_mode():
+            decoder.configure(3)
+            assert torch.equal(decoder.decode(PROMPT, NEW, keep_logits=True).logits, plain.logits)
+
+
 def test_settings_are_checked(folders):
     for wrong in ({"readers": 0}, {"io": "mmap"}, {"warm": "hot"}, {"ram": -1}, {"guess": -1}, {"throttle": 0.0}):
         with pytest.raises(UsageError):
@@ -182,3 +223,9 @@ def test_settings_are_checked(folders):
                 decoder.decode_batch(prompts, 2)
         with pytest.raises(UsageError):
             decoder.decode_batch([[1], [2]], 2, forced=[[1, 2], [3]])
+        with pytest.raises(UsageError, match="guess of 3"):
+            decoder.configure(3, settings=Settings(guess=3))
+        with pytest.raises(CacheError, match="once a token"):
+            decoder.configure(3, "decayed", settings=Settings(warm="batch"))
+        with pytest.raises(ValueError, match="fixed"):
+            decoder.configure(3, settings=Settings(readers=1))

@@ -78,17 +78,28 @@ def trust(logp_LNE: Tensor, reference_LNE: Tensor, segments: Segments) -> Tensor
     return (divergence_LN.mean(0) * (segments.document_N >= 0)).sum()
 
 
-def reuse(logp_LNE: Tensor, choice_LNK: Tensor, segments: Segments) -> Tensor:
+def reuse(logp_LNE: Tensor, choice_LNK: Tensor, segments: Segments, tokens: int = 1) -> Tensor:
     """Sum over documents of pairs * -log(rho + 1e-8), where rho, one for each document and layer, is the mean over
-    t >= 2 of (1/K) sum of P_t over the experts that token t-1 executed. The choice is a constant; rho is at most 1/K,
-    so the mean is at least log K."""
+    t >= 2 of (1/K) sum of P_t over the experts that token t-1 executed, or any of the `tokens` before t (1: the paper).
+    The choice is a constant; rho is at most 1/K, so the mean is at least log K."""
     pair_N = segments.pairs(1)
     pairs_S = segments.length_S - 1
-    mass_LN = logp_LNE[:, 1:].gather(-1, choice_LNK[:, :-1]).exp().mean(-1) * pair_N
+    mass_LN = _recent_mass(logp_LNE, choice_LNK, segments, tokens) * pair_N
     total_LS = mass_LN.new_zeros(len(mass_LN), len(pairs_S))
     total_LS = total_LS.index_add(1, segments.document_N[1:].clamp_min(0), mass_LN) if len(pairs_S) else total_LS
     rho_LS = total_LS / pairs_S.clamp_min(1)
     return -((rho_LS + EPSILON).log().mean(0) * pairs_S).sum()
+
+
+def _recent_mass(logp_LNE: Tensor, choice_LNK: Tensor, segments: Segments, tokens: int) -> Tensor:
+    """[L, N - 1], from the second slot on: (1/K) sum of P over the experts of any of the `tokens` before it."""
+    if tokens == 1:
+        return logp_LNE[:, 1:].gather(-1, choice_LNK[:, :-1]).exp().mean(-1)
+    chosen_LNE = torch.zeros_like(logp_LNE, dtype=torch.bool).scatter_(-1, choice_LNK, True)
+    recent_LNE = torch.zeros_like(chosen_LNE)
+    for d in range(1, tokens + 1):
+        recent_LNE[:, d:] |= chosen_LNE[:, :-d] & segments.pairs(d)[:, None]
+    return (logp_LNE.exp() * recent_LNE)[:, 1:].sum(-1) / choice_LNK.shape[-1]
 
 
 def smooth(logp_LNE: Tensor, segments: Segments) -> Tensor:
@@ -157,7 +168,7 @@ def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor
     """Each term's sum over a micro-batch, by name."""
     return {
         "trust": lambda routing, segments: trust(routing.logp_LNE, routing.reference_LNE, segments),
-        "reuse": lambda routing, segments: reuse(routing.logp_LNE, routing.choice_LNK, segments),
+        "reuse": lambda routing, segments: reuse(routing.logp_LNE, routing.choice_LNK, segments, settings.reuse_tokens),
         "smooth": lambda routing, segments: smooth(routing.logp_LNE, segments),
         "lag": lambda routing, segments: lag(routing.logp_LNE, segments, settings.lags),
         "window": lambda routing, segments: window(routing.logp_LNE, segments, settings.window_tokens),

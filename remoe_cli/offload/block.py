@@ -44,6 +44,30 @@ class Ledger:
         return self.prefill if self.in_prefill else self.decode
 
 
+class Strays:
+    """Guesses that nobody wants, still on their way: their slots are free again once they have landed. One for all layers."""
+
+    def __init__(self, tiers: Tiers, pool: SlotPool) -> None:
+        self._tiers, self._pool = tiers, pool
+        self._loads: list[Load] = []
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def add(self, load: Load) -> None:
+        self._loads.append(load)
+
+    def sweep(self, *, wait: bool = False) -> None:
+        """Gives back the slots of those that have landed; with `wait`, of the first in any case."""
+        for load in [load for i, load in enumerate(self._loads) if load.finished or (wait and not i)]:
+            self._loads.remove(load)
+            self._tiers.wait(load)
+            self._pool.release(load.slot)
+
+    def clear(self) -> None:
+        self._loads.clear()
+
+
 class ExpertBlock:
     """index: the layer's number among the MoE layers. `next`: the following MoE layer's block, for guesses."""
 
@@ -55,17 +79,18 @@ class ExpertBlock:
         layout: Layout,
         pool: SlotPool,
         tiers: Tiers,
+        strays: Strays,
         timeline: Timeline,
     ) -> None:
         self._index, self._experts = index, layer.module
         self._layout, self._pool, self._tiers, self._to = layout, pool, tiers, timeline.to
+        self._strays = strays
         self.next: ExpertBlock | None = None
         self.guess = 0
         self._slots: dict[int, int] = {}
         self._coming: dict[int, Load] = {}  # begun, not yet waited for
         self._waiting: deque[int] = deque()  # not begun, for want of a free slot
         self._guesses: dict[int, Load] = {}
-        self._abandoned: list[Load] = []  # guesses that nobody wants, still on their way
         self._leaving: set[int] = set()
         self._touched: list[int] = []
         self._choice_NK = np.empty((0, 0), np.int64)
@@ -82,9 +107,7 @@ class ExpertBlock:
     def start(self, cache: ExpertCache | None, ledger: Ledger, *, through: bool, keep_probabilities: bool) -> None:
         """A new request; nothing is under way. cache: a new one, for which the pool has been reset, or None for the one from
         before. through: whether the prompt goes through it."""
-        if cache is None:
-            self._sweep()
-        else:
+        if cache is not None:
             self.cache = cache
             self._slots.clear()
         self._ledger, self._through = ledger, through
@@ -92,7 +115,7 @@ class ExpertBlock:
         self.experts: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
         self.probabilities: list[np.ndarray] = []
-        for pending in (self._coming, self._waiting, self._guesses, self._abandoned, self._leaving):
+        for pending in (self._coming, self._waiting, self._guesses, self._leaving):
             pending.clear()
 
     def cache_counts(self) -> tuple[int, int, int]:
@@ -153,8 +176,8 @@ class ExpertBlock:
             if self._tiers.withdraw(load):
                 self._forget_guess(load)
             else:
-                self._abandoned.append(load)
-        self._sweep()
+                self._strays.add(load)
+        self._strays.sweep()
         self._begin(misses)
 
     def foresee(self, x_NH: torch.Tensor, most: int) -> None:
@@ -165,7 +188,9 @@ class ExpertBlock:
         ranked = choice.flatten()[weight.flatten().argsort(descending=True)].tolist()
         self._to("bookkeeping")
         wanted = [e for e in dict.fromkeys(ranked) if e not in self._slots]
-        for expert in wanted[: min(most, self._pool.n_free)]:
+        for expert in wanted[
+            : max(0, min(most - len(self._strays), self._pool.n_free))
+        ]:  # as many slots as are set aside
             load = self._tiers.begin(self._index, expert, self._pool.acquire(), self._ledger.count, guess=True)
             self._guesses[expert] = load
             self._ledger.guesses += 1
@@ -175,13 +200,6 @@ class ExpertBlock:
         self._pool.release(load.slot)
         self._ledger.guesses -= 1
         self._ledger.loads[-1].remove((self._index, load.expert))
-
-    def _sweep(self) -> None:
-        """Gives back the slots of guesses that have landed unwanted."""
-        for load in [load for load in self._abandoned if load.finished]:
-            self._abandoned.remove(load)
-            self._tiers.wait(load)
-            self._pool.release(load.slot)
 
     def _begin(self, experts: list[int]) -> None:
         self._waiting.extend(experts)
@@ -208,20 +226,22 @@ class ExpertBlock:
         for expert in here:
             self._compute(expert, plan, x_NH, out_RH)
         while self._coming or self._waiting:
-            if not self._coming:  # guesses hold the last slots
+            if not self._coming:
+                if not len(self._strays):
+                    raise RuntimeError(f"no slot is free for experts {list(self._waiting)}")
                 self._to("wait")
-                self._tiers.wait(self._abandoned[0])
-                self._sweep()
+                self._strays.sweep(wait=True)
                 self._feed()
                 continue
-            expert, load = next(iter(self._coming.items()))
+            landed = (expert for expert, load in self._coming.items() if load.finished)
+            expert = next(landed, next(iter(self._coming)))
             self._to("wait")
-            self._tiers.wait(load)
+            self._tiers.wait(self._coming[expert])
             del self._coming[expert]
             self._to("experts")
             self._compute(expert, plan, x_NH, out_RH)
         done = plan.total(out_RH, index_NK, weight_NK)
-        self._sweep()
+        self._strays.sweep()
         self._to("dense")
         return done
 

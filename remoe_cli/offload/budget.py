@@ -113,6 +113,16 @@ def request_bytes(config: dict[str, Any], dtype: torch.dtype, tokens: int) -> in
     return tokens * dtype.itemsize * (config["num_hidden_layers"] * kept + passing)
 
 
+def require_more(model: str, device: torch.device, nbytes: int) -> None:
+    """Raises CacheError where memory does not hold so many bytes of slots beside what is loaded."""
+    room = memory.gpu(str(device)) if device.type == "cuda" else memory.available()
+    if nbytes > room.nbytes:
+        raise CacheError(
+            f"{model}: these slots take {show_size(nbytes)} more, but {room.limit} has {show_size(room.nbytes)} left.",
+            "the same command with fewer --cache",
+        )
+
+
 def _outside(checkpoint: Checkpoint, layers: Sequence[ExpertLayer]) -> list[TensorInfo]:
     """The tensors that are no expert's. An expert's first byte is a tensor's, also where one tensor holds all experts."""
     experts = {piece[:2] for layer in layers for part in layer.parts for pieces in part.pieces for piece in pieces}

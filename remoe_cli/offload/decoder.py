@@ -20,7 +20,7 @@ from remoe_cli.families.loader import (
 )
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
-from remoe_cli.offload.block import ExpertBlock, Ledger
+from remoe_cli.offload.block import ExpertBlock, Ledger, Strays
 from remoe_cli.offload.compute import quicken, require_known
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
@@ -72,10 +72,10 @@ class OffloadedDecoder:
         self.dtype = dtype or compute_dtype(checkpoint, device)
         self.threads = threads
         self.settings = settings or Settings()
-        self._check(capacity, policy, admission, batch)  # before minutes of loading
+        self._check(capacity, policy, admission, batch, self.settings)  # before minutes of loading
         layers = experts_on_disk(checkpoint)
         self.top_k, self.n_experts, self.n_layers = layers[0].top_k, layers[0].n_experts, len(layers)
-        self._check(capacity, policy, admission, batch)
+        self._check(capacity, policy, admission, batch, self.settings)
         self.layers = layers if pack is None else packed(layers, checkpoint, pack)
         self.expert_bytes = one_expert_bytes(self.layers)
         self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
@@ -127,8 +127,9 @@ class OffloadedDecoder:
             readers=self.settings.readers,
             ram=self.settings.ram,
         )
+        self._strays = Strays(self._tiers, self._pool)
         self._blocks = [
-            ExpertBlock(i, layer, gate, layout, self._pool, self._tiers, self._timeline)
+            ExpertBlock(i, layer, gate, layout, self._pool, self._tiers, self._strays, self._timeline)
             for i, (layer, gate) in enumerate(zip(stock, gates, strict=True))
         ]
         for block, following in zip(self._blocks, self._blocks[1:], strict=False):
@@ -157,24 +158,30 @@ class OffloadedDecoder:
     ) -> None:
         """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
         differ from those that the decoder was made with. Raises CacheError as the constructor does."""
-        self._check(capacity, policy, admission, batch)
-        if settings is not None:
-            if (settings.readers, settings.io, settings.ram) != (
-                self.settings.readers,
-                self.settings.io,
-                self.settings.ram,
-            ):
-                raise ValueError("readers, io and ram are fixed when a decoder is made")
-            self.settings = settings
+        settings = settings or self.settings
+        if (settings.readers, settings.io, settings.ram) != (
+            self.settings.readers,
+            self.settings.io,
+            self.settings.ram,
+        ):
+            raise ValueError("readers, io and ram are fixed when a decoder is made")
+        self._check(capacity, policy, admission, batch, settings)
+        self._kept = False
+        self._tiers.settle()
+        self.settings = settings
         self.requested, self.capacity = capacity, min(capacity, self.n_experts)
         self.policy, self.admission, self.batch = policy, admission, batch
         self.staging = self._staging(capacity, admission, batch)
-        self._tiers.settle()
-        self._tiers.throttle = self.settings.throttle
+        self._tiers.throttle = settings.throttle
         for block in self._blocks:
-            block.guess = self.settings.guess
-        self._pool.resize(self.capacity * self.n_layers + self.staging)
-        self._kept = False
+            block.guess = settings.guess
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """The slots, all of them free. Raises CacheError where more are needed than memory has left."""
+        n_slots = self.capacity * self.n_layers + self.staging
+        budget.require_more(self.checkpoint.id, self.device, (n_slots - len(self._pool.rows)) * self.slot_bytes)
+        self._pool.resize(n_slots)
 
     def _staging(self, capacity: int, admission: str, batch: int) -> int:
         """Slots beside the cache. With bypass all experts of a step may be strangers to it; where a step or a prompt can ask
@@ -289,6 +296,7 @@ class OffloadedDecoder:
                 timeline.token()
         latency, split = timeline.finish()
         self._tiers.settle()
+        self._strays.sweep()
         ledger.decode.storage_bytes = _since(read_before)
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
         self._kept = True
@@ -306,7 +314,7 @@ class OffloadedDecoder:
     def _provenance(self, kind: str) -> dict[str, Any]:
         return {"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind}
 
-    def _check(self, capacity: int, policy: str, admission: str, batch: int) -> None:
+    def _check(self, capacity: int, policy: str, admission: str, batch: int, settings: Settings) -> None:
         needs = choose(policy).policy.needs
         ExpertCache(max(capacity, 1), n_experts=1, admission=admission)
         if capacity < self.top_k:
@@ -315,14 +323,14 @@ class OffloadedDecoder:
                 f"{self.top_k} experts in each layer, so {self.top_k} or more are needed.",
                 f"remoe eval --cache {self.top_k}",
             )
-        if "probabilities" in needs and (batch > 1 or self.settings.warm == "batch"):
+        if "probabilities" in needs and (batch > 1 or settings.warm == "batch"):
             raise CacheError(
                 f"{policy} reads the routers' probabilities once a token: it takes neither a batch nor prompts through the cache.",
                 "remoe decode demo --cache 8 --policy lru",
             )
-        if self.settings.guess > self.top_k:
+        if settings.guess > self.top_k:
             raise UsageError(
-                f"a guess of {self.settings.guess} experts is more than the {self.top_k} that a token runs.",
+                f"a guess of {settings.guess} experts is more than the {self.top_k} that a token runs.",
                 f"remoe decode {self.checkpoint.id} --cache {capacity} --guess {self.top_k}",
             )
 
@@ -347,8 +355,11 @@ class OffloadedDecoder:
         ledger = Ledger()
         self._tiers.settle()
         carried = self._kept and self.settings.warm == "carry"
-        if not carried:
-            self._pool.reset()
+        if carried:
+            self._strays.sweep()
+        else:
+            self._strays.clear()
+            self._allocate()  # anew, where `configure` was interrupted
             self._tiers.forget()
         self._kept = False  # until the request is over
         for index, block in enumerate(self._blocks):

@@ -115,12 +115,12 @@ class Readers:
 
     def _finish(self, load: Load) -> None:
         with self._change:
+            load.finished = True  # before a drain may return
+            load.done.release()
             self._active -= 1
             if not self._active:
                 self.busy_s += perf_counter() - self._since
                 self._change.notify_all()  # for drain
-        load.finished = True
-        load.done.release()
 
 
 def _died() -> RemoeError:

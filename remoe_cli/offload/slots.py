@@ -14,19 +14,18 @@ class SlotPool:
         self.slot_bytes, self.device = slot_bytes, device
         self._cuda = device.type == "cuda"
         self._used: dict[int, torch.cuda.Event] = {}
-        self.rows = torch.empty(0, slot_bytes, dtype=torch.uint8)
+        self.rows = self._empty = torch.empty(0, slot_bytes, dtype=torch.uint8)
         self._arena: Arena | None = None
         self._free: deque[int] = deque()
 
     def resize(self, n_slots: int) -> None:
         """Allocates n_slots, all free, once the old ones are given back."""
         if len(self.rows) != n_slots:
-            self.rows, self._arena = (
-                torch.empty(0, self.slot_bytes, dtype=torch.uint8),
-                None,
-            )  # back before the new is taken
+            self._free.clear()
+            self.rows, self._arena = self._empty, None  # the old memory goes back before the new is taken
             if self._cuda:
-                self.rows = torch.empty(n_slots, self.slot_bytes, dtype=torch.uint8, device=self.device)
+                with torch.inference_mode(False):
+                    self.rows = torch.empty(n_slots, self.slot_bytes, dtype=torch.uint8, device=self.device)
             else:
                 self._arena = Arena(n_slots, self.slot_bytes)
                 self.rows = self._arena.rows

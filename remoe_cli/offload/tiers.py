@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from time import perf_counter
 
+import numpy as np
 import torch
 
 from remoe_cli.errors import CheckpointError
@@ -178,7 +179,7 @@ class Tiers:
         """From host memory into the slot; on a GPU the copy is only begun, after the slot's last use."""
         slot = self._pool.rows[load.slot]
         if not self._cuda:
-            slot.copy_(row)
+            np.copyto(slot.numpy(), row.numpy())  # one thread; torch would start a team of them in each reader
             return None
         with torch.cuda.device(self._pool.device), torch.cuda.stream(self._stream):
             used = self._pool.last_use(load.slot)
