@@ -20,7 +20,9 @@ def slow_terms(p, ref, choice, documents, recipe) -> dict[str, float]:
         "trust": mean_over_layers(layers, lambda a: sum(kl(p[a][n], ref[a][n]) for n in tokens) / max(1, len(tokens)))
     }
     out["reuse"] = by_document(
-        documents, 2, lambda s: mean_over_layers(layers, lambda a: -math.log(rho(p[a], choice[a], s) + 1e-8))
+        documents,
+        2,
+        lambda s: mean_over_layers(layers, lambda a: -math.log(rho(p[a], choice[a], s, recipe.reuse_tokens) + 1e-8)),
     )
     out["smooth"] = by_document(documents, 2, lambda s: mean_over_layers(layers, lambda a: slow_lag(p[a], s, (1,))))
     out["lag"] = by_document(documents, 2, lambda s: mean_over_layers(layers, lambda a: slow_lag(p[a], s, lags)))
@@ -51,10 +53,11 @@ def by_document(documents, shortest, value) -> float:
     return sum((len(slots) - 1) * value(slots) for slots in long) / pairs if pairs else 0.0
 
 
-def rho(p, choice, slots) -> float:
+def rho(p, choice, slots, tokens) -> float:
     masses = []
-    for before, now in pairwise(slots):
-        masses.append(sum(p[now][e] for e in choice[before]) / len(choice[before]))
+    for t, now in enumerate(slots[1:], 1):
+        recent = {e for before in slots[max(0, t - tokens) : t] for e in choice[before]}
+        masses.append(sum(p[now][e] for e in recent) / len(choice[now]))
     return sum(masses) / len(masses)
 
 

@@ -77,7 +77,7 @@ rows_of_documents = st.lists(st.lists(st.integers(1, 12), min_size=0, max_size=4
 def test_every_term_equals_its_slow_loop(rows, pad, left, layers, experts, data):
     k = data.draw(st.integers(1, experts))
     lags = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4, unique=True)))
-    recipe = Objective(lags=lags, window_tokens=data.draw(st.integers(1, 5)))
+    recipe = Objective(lags=lags, window_tokens=data.draw(st.integers(1, 5)), reuse_tokens=data.draw(st.integers(1, 4)))
     document_BT = layout(rows, max(1, max(map(sum, rows)) + pad), left)
     routing = random_routing(layers, document_BT.numel(), experts, k, seed=data.draw(st.integers(0, 99)))
     fast = means(routing, Segments.of(document_BT), recipe)

@@ -25,6 +25,14 @@ def test_every_shipped_recipe_loads(family, name):
     assert found.name == name
 
 
+def test_the_demos_strong_recipe_is_the_demos_own():
+    found, plain = recipe.load("demo-strong", "demo"), recipe.load("remoe", "demo")
+    assert found.name == "demo-strong" and found.objective.scale > plain.objective.scale
+    assert found.evaluate == plain.evaluate, "the two are compared on the same texts"
+    with pytest.raises(RecipeError, match="no recipe 'demo-strong' for qwen3_moe"):
+        recipe.load("demo-strong", "qwen3_moe")
+
+
 def test_the_papers_settings():
     found = recipe.load("remoe", "deepseek_v2")
     assert found == recipe.Recipe(), "the code's defaults and the shipped file must not drift apart"
@@ -83,7 +91,7 @@ def test_any_text_survives_the_round_trip(tmp_path_factory, source):
         ("train.betas=[a, b]", "a list"), ("train.betas={a: 1}", "a list"), ("train.weight_decay=-1", "between 0 and 1"),
         ("train.weight_decay=.inf", "a number"), ("train.seed=-1", "4294967295"), ("train.seed=1.5", "whole number"), ("train.seed=1e18", "whole"),
         ("train.dtype=int8", "float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
-        ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
+        ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.reuse_tokens=0", "between 1 and 64"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
         ("objective.lags=12", "a list"), ("objective.lags=[1.5]", "a list"), ("objective.lags=[[1]]", "a list"), ("objective.lags=[.inf]", "a list"),
         ("objective.trust=-1", "at least 0"), ("objective.reuse_warmup=2", "between 0 and 1"), ("data.format=xml", "prefix"), 
         ("name=../../esc", "letters"), ("name=", "letters"), ("name=" + "x" * 61, "letters"), ("name=[red]", "letters"), ("name=a/b", "letters"),
@@ -100,7 +108,7 @@ def test_bad_overrides_are_named(override, words):
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
-        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
+        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 5), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)

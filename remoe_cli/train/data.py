@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from remoe_cli.train.rows import read, Shape
 from remoe_cli.train.source import ANOTHER, draw, Source
 from remoe_cli.train.tokens import check, load_tokenizer
 
-__all__ = ["Documents", "TokenisedTexts", "load_documents", "load_tokenizer"]
+__all__ = ["Documents", "TokenisedTexts", "load_documents", "load_texts", "load_tokenizer"]
 
 DEMO_DOMAINS = ("code", "prose")
 _COUNTED = 100  # documents, of which a note says how many tokens are learned
@@ -103,7 +103,19 @@ def load_documents(data: Data, tokenizer: Any, *, seed: int) -> Documents:
     return Documents(texts, heldout, source.name, notes, domains, source.pinned, source.sha256)
 
 
-def _source(data: Data, seed: int) -> Source:
+def load_texts(data: Data, tokenizer: Any) -> tuple[TokenisedTexts, str]:
+    """Every text of a file, a folder or a Hub data set as it lies there, and what was read, for display; none is held out,
+    and where a source holds some out by itself they come first. Raises DataError or HubError."""
+    check(tokenizer)
+    source = _source(replace(data, streaming=False), None)
+    _about_format(source.shape, data.format)
+    texts = TokenisedTexts(source, Encoder(tokenizer, data.format), set())
+    if next(iter(texts), None) is None:
+        raise DataError(f"no row of {source.name} can be used: {texts.refused or 'empty'}.", ANOTHER)
+    return texts, source.name
+
+
+def _source(data: Data, seed: int | None) -> Source:
     if not data.source.strip():
         raise DataError("no source of texts is named.", "--data demo, a file, a folder, or a Hub data set")
     name, _, domain = data.source.partition(":")
@@ -118,7 +130,7 @@ def _source(data: Data, seed: int) -> Source:
     return hub_data.load(data, seed)
 
 
-def _demo(domain: str, data: Data, seed: int) -> Source:
+def _demo(domain: str, data: Data, seed: int | None) -> Source:
     from remoe_cli import demo
     from remoe_cli.demo import corpus
 

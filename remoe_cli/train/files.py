@@ -26,8 +26,8 @@ _NAMED = 5  # files of a folder in a note
 _SPLIT = re.compile(rf"(train|{'|'.join(HELD_OUT_SPLITS)})(?![a-z0-9])", re.IGNORECASE)
 
 
-def load(path: Path, data: Data, seed: int) -> Source:
-    """Every row is read once here, so that a malformed one is named with its place. Raises DataError."""
+def load(path: Path, data: Data, seed: int | None) -> Source:
+    """Every row is read once here, so that a malformed one is named with its place; seed: as `draw`. Raises DataError."""
     if not path.exists():
         raise DataError(f"there is no file {path}.", f"ls {shlex.quote(str(path.parent))}")
     train, held, others = _of_folder(path) if path.is_dir() else ([path], [], [])
@@ -37,7 +37,7 @@ def load(path: Path, data: Data, seed: int) -> Source:
     said = f"{len(rows):,} rows, {shape}"
     if all(form(file) == ".txt" for file in train):
         said = f"{len(rows):,} documents, cut at lines that hold only {SEPARATOR}"
-        if len(rows) == 1 and heldout is None:
+        if len(rows) == 1 and heldout is None and seed is not None:
             rows, heldout = _cut(rows[0]["text"], path)
             said = f"one document; its last tenth is held out (lines of only {SEPARATOR} would separate several)"
     for what, these in (("from", train), ("held out", held), ("not read", others)):

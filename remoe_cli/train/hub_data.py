@@ -26,7 +26,7 @@ class _Asked(NamedTuple):
         return f"{part}@{self.revision}" if self.revision else part
 
 
-def load(data: Data, seed: int) -> Source:
+def load(data: Data, seed: int | None) -> Source:
     """data.source: `org/name[:config][@revision]`. Raises DataError or HubError."""
     match = HUB_ID.fullmatch(data.source)
     assert match is not None  # else it counts as a local file
@@ -60,7 +60,7 @@ def load(data: Data, seed: int) -> Source:
     return Source(str(name), str(pinned), shape, drawn, notes)
 
 
-def _stream(train: Any, heldout: Any | None, data: Data, seed: int, asked: _Asked) -> Drawn:
+def _stream(train: Any, heldout: Any | None, data: Data, seed: int | None, asked: _Asked) -> Drawn:
     """Held out are the first rows of their split, else of the data set itself; the next rows are trained on."""
     first = train if heldout is None else heldout
     held = list(_explained(islice(first, data.heldout_samples), asked))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from remoe_cli.errors import DataError
@@ -35,10 +36,15 @@ class Source(NamedTuple):
     sha256: str = ""
 
 
-def draw(name: str, rows: Sequence[Row], heldout: Sequence[Row] | None, data: Data, seed: int) -> Drawn:
+def draw(name: str, rows: Sequence[Row], heldout: Sequence[Row] | None, data: Data, seed: int | None) -> Drawn:
     """From rows that can be read in any order. Where none are held out by themselves the last ones are:
-    data.heldout_samples, at most a tenth, at least one. Raises DataError when there is one row only."""
+    data.heldout_samples, at most a tenth, at least one. Raises DataError when there is one row only.
+
+    seed None: all rows as they lie, those that are held out by themselves before the others, and none is held out here."""
     count = len(rows)
+    if seed is None:
+        parts = (heldout or (), rows)
+        return Drawn(lambda start: islice(chain(*parts), start, None), sum(map(len, parts)), ())
     if heldout is None:
         if count < 2:
             raise DataError(f"{name} holds one document only, so none can be held out.", ANOTHER)
