@@ -126,9 +126,12 @@ class ExpertBlock:
         x_NH = args[0].reshape(-1, args[0].shape[-1])
         self._to("router")
         self._routed = self._route(x_NH)
-        logits, weight, choice = self._routed[:3]
+        logits, *routing = self._routed[:3]
+        ahead = None if self.next is None or not self.guess or self._ledger.in_prefill else self.next
+        if ahead is not None:  # what the next layer's gate would choose for this layer's hidden state
+            routing += ahead._route(x_NH)[1:3]
         # one transfer, so that a GPU is waited for once a layer; float64 holds ids and weights exactly
-        choice_NK, weight_NK = torch.stack((choice.double(), weight.double())).cpu().numpy()
+        weight_NK, choice_NK, *foreseen = torch.stack([part.double() for part in routing]).cpu().numpy()
         if self._keeps_probabilities:
             self.probabilities.append(probabilities(logits).half().cpu().numpy())
         self._to("bookkeeping")
@@ -145,8 +148,8 @@ class ExpertBlock:
             self._begin([expert for expert in self._touched if expert not in self._slots])
         else:
             self._serve(experts_NK, weights_NK)
-        if self.guess and self.next is not None and not self._ledger.in_prefill:
-            self.next.foresee(x_NH, self.guess)
+        if ahead is not None:
+            ahead._foresee(*foreseen)
         if self._share is not None:
             self._to("dense")
             self._shared = self._share(x_NH)
@@ -180,17 +183,12 @@ class ExpertBlock:
         self._strays.sweep()
         self._begin(misses)
 
-    def foresee(self, x_NH: torch.Tensor, most: int) -> None:
-        """Reads ahead what this layer's gate would choose for the hidden state of the layer before, as far as slots are
-        free."""
-        self._to("router")
-        _, weight, choice = self._route(x_NH)[:3]
-        ranked = choice.flatten()[weight.flatten().argsort(descending=True)].tolist()
-        self._to("bookkeeping")
+    def _foresee(self, weight_NK: np.ndarray, choice_NK: np.ndarray) -> None:
+        """Reads ahead, the likeliest first, as far as slots are set aside and free."""
+        ranked = choice_NK.ravel()[(-weight_NK.ravel()).argsort(kind="stable")].astype(int).tolist()
         wanted = [e for e in dict.fromkeys(ranked) if e not in self._slots]
-        for expert in wanted[
-            : max(0, min(most - len(self._strays), self._pool.n_free))
-        ]:  # as many slots as are set aside
+        room = max(0, min(self.guess - len(self._strays), self._pool.n_free))
+        for expert in wanted[:room]:
             load = self._tiers.begin(self._index, expert, self._pool.acquire(), self._ledger.count, guess=True)
             self._guesses[expert] = load
             self._ledger.guesses += 1

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from remoe_cli import memory
-from remoe_cli.errors import CacheError, command
+from remoe_cli.errors import CacheError, command, MemoryShortError
 from remoe_cli.families.experts import ExpertLayer
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 from remoe_cli.sizes import show_size
@@ -46,7 +46,7 @@ def require(
     host: int = 0,
     tokens: int = 0,
 ) -> None:
-    """Raises CacheError where memory does not hold a decoder, with what would fit: a smaller RAM tier, else fewer slots.
+    """Raises MemoryShortError where memory does not hold a decoder, with what would fit: a smaller RAM tier, else fewer slots.
 
     capacity: slots a layer; row_bytes: of a slot; rows: capacity -> slots beside those of the layers; ram: bytes of the RAM
     tier; top_k: the smallest capacity; host: other bytes in host memory, on the way to slots; tokens: of the longest request,
@@ -85,18 +85,23 @@ def require(
         f"({', '.join(f'{name} {show_size(size)}' for name, size in parts.items() if size)}), "
         f"but {room.limit} has {show_size(room.nbytes)} left"
     )
+
+    def refusal(message: str, where: str = "", **changes: object) -> MemoryShortError:
+        return MemoryShortError(message, command("decode", checkpoint.id, **changes) + where, changes, where)
+
     if ram and short(capacity, 0) is None:
         need, room = needs(capacity, 0)[-1]
         left = (room.nbytes - need.total) // _MEGABYTE
-        fits = f"{left}MB" if left * _MEGABYTE >= row_bytes else None
-        raise CacheError(f"{said}.", command("decode", checkpoint.id, cache=capacity, ram=fits))
+        raise refusal(f"{said}.", cache=capacity, ram=f"{left}MB" if left * _MEGABYTE >= row_bytes else None)
     for fewer in range(capacity - 1, top_k - 1, -1):
         if short(fewer, 0) is None:
-            raise CacheError(f"{said}.", command("decode", checkpoint.id, cache=fewer))
+            raise refusal(f"{said}.", cache=fewer, ram=None)
     least = next(need for need, room in needs(top_k, 0) if need.total > room.nbytes)
-    raise CacheError(
+    raise refusal(
         f"{said}; the least, {top_k} slots, needs {show_size(least.total)}.",
-        f"{command('decode', checkpoint.id, cache=top_k)} where {show_size(least.total)} are free",
+        f" where {show_size(least.total)} are free",
+        cache=top_k,
+        ram=None,
     )
 
 

@@ -4,7 +4,7 @@ Shape letters: M rows, H hidden.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,18 @@ def linear(x_MH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
         with without_onednn(x_MH):
             return F.linear(x_MH, weight, bias)
     return F.linear(x_MH, weight, bias)
+
+
+@contextmanager
+def running(device: torch.device, threads: int | None) -> Iterator[None]:
+    """Streams and events belong to this device; compute threads are as asked for, and as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def quicken(model: nn.Module) -> None:

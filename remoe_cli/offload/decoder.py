@@ -1,7 +1,7 @@
 """OffloadedDecoder: a model whose routed experts stay in their files, C of them a layer in memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from remoe_cli.families.loader import (
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
 from remoe_cli.offload.block import ExpertBlock, Ledger, Strays
-from remoe_cli.offload.compute import quicken, require_known
+from remoe_cli.offload.compute import quicken, require_known, running
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
 from remoe_cli.offload.latent import absorb
@@ -43,7 +43,8 @@ class OffloadedDecoder:
     wrote of this checkpoint; batch: requests that `decode_batch` takes at once, at most; tokens: of the longest of them
     together, prompts and new ones, for which memory is asked beforehand.
 
-    Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram. `layers`: one
+    Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram, which is no
+    more than all experts take. `layers`: one
     ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `disk_names`: the gates that apply_gates takes
     -> their on-disk names; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
     Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K, an unknown policy or too little
@@ -92,6 +93,14 @@ class OffloadedDecoder:
     ) -> None:
         layout = Layout(self.layers, self.dtype, direct=self.io == "direct")
         self.slot_bytes = layout.slot_bytes
+        if 0 < self.settings.ram < self.slot_bytes:
+            raise UsageError(
+                f"a RAM tier of {self.settings.ram} bytes holds no expert; one takes {self.slot_bytes}.",
+                "remoe decode --help",
+            )
+        self._asked_ram = self.settings.ram
+        all_bytes = self.n_layers * self.n_experts * self.slot_bytes
+        self.settings = replace(self.settings, ram=min(self.settings.ram, all_bytes))
         budget.require(
             self.checkpoint,
             on_disk,
@@ -159,12 +168,10 @@ class OffloadedDecoder:
         """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
         differ from those that the decoder was made with. Raises CacheError as the constructor does."""
         settings = settings or self.settings
-        if (settings.readers, settings.io, settings.ram) != (
-            self.settings.readers,
-            self.settings.io,
-            self.settings.ram,
-        ):
+        fixed = (self.settings.readers, self.settings.io)
+        if (settings.readers, settings.io) != fixed or settings.ram not in (self._asked_ram, self.settings.ram):
             raise ValueError("readers, io and ram are fixed when a decoder is made")
+        settings = replace(settings, ram=self.settings.ram)
         self._check(capacity, policy, admission, batch, settings)
         self._kept = False
         self._tiers.settle()
@@ -277,7 +284,7 @@ class OffloadedDecoder:
         ids_BT = torch.tensor([[int(i) for i in prompt] for prompt in prompts], device=self.device)
         fed = None if forced is None else torch.tensor([list(ids)[:n_new] for ids in forced], device=self.device)
         timeline = self._timeline
-        with torch.inference_mode(), _running(self.device, self.threads):
+        with torch.inference_mode(), running(self.device, self.threads):
             timeline.start()
             out = self._model(input_ids=ids_BT, use_cache=True, logits_to_keep=1)
             for step in range(n_new):
@@ -299,6 +306,7 @@ class OffloadedDecoder:
         self._strays.sweep()
         ledger.decode.storage_bytes = _since(read_before)
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
+        self._doubt_direct(ledger)
         self._kept = True
         kind = "forced" if fed is not None else "greedy" if sampling is None else "sampled"
         return DecodedBatch(
@@ -310,6 +318,13 @@ class OffloadedDecoder:
             ledger.loads,
             torch.stack(kept, 1) if keep_logits else None,
         )
+
+    def _doubt_direct(self, ledger: Ledger) -> None:
+        """Some file systems take O_DIRECT and serve it from memory all the same."""
+        stored = [part.storage_bytes for part in (ledger.prefill, ledger.decode)]
+        read = ledger.prefill.read_bytes + ledger.decode.read_bytes
+        if self.io == "direct" and None not in stored and sum(map(int, filter(None, stored))) < read / 2:
+            self.io_reason = "the kernel counts far fewer bytes from storage than were read: some may come from memory"
 
     def _provenance(self, kind: str) -> dict[str, Any]:
         return {"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind}
@@ -376,15 +391,3 @@ class OffloadedDecoder:
 def _since(before: int | None) -> int | None:
     now = storage_bytes()
     return None if before is None or now is None else now - before
-
-
-@contextmanager
-def _running(device: torch.device, threads: int | None) -> Iterator[None]:
-    """Streams and events belong to this device; compute threads are as asked for, and as before afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield
-    finally:
-        torch.set_num_threads(before)

@@ -29,7 +29,7 @@ def replay_loads(tiers: Tiers, pool: SlotPool, done: Decoded | DecodedBatch, n_l
                 while waiting and pool.n_free:
                     begun.append(tiers.begin(*waiting.pop(0), pool.acquire(), count))
                 load = begun.pop(0)
-                tiers.wait(load)
+                tiers.arrive(load)
                 pool.release(load.slot)
             waited += perf_counter() - since
             sleep(computed / n_layers)

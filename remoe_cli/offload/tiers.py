@@ -84,6 +84,12 @@ class Tiers:
         if load.copied is not None:
             torch.cuda.current_stream().wait_event(load.copied)
 
+    def arrive(self, load: Load) -> None:
+        """As `wait`, but the host waits until the expert is in its slot, on a GPU too."""
+        self._readers.wait(load)
+        if load.copied is not None:
+            load.copied.synchronize()
+
     def settle(self) -> None:
         """Until nothing is under way; what was queued is dropped."""
         self._hurry.set()
@@ -101,6 +107,8 @@ class Tiers:
     def close(self) -> None:
         self._hurry.set()
         self._readers.close()
+        if self._stream is not None:
+            self._stream.synchronize()  # no copy may outlive the memory it reads
 
     def _bring(self, load: Load, thread: int) -> None:
         since = perf_counter()
@@ -215,7 +223,7 @@ class _RamTier:
         self._row: OrderedDict[Key, int] = OrderedDict()
         self._users: dict[Key, int] = {}
         self._filled: set[Key] = set()
-        self._copied: dict[int, torch.cuda.Event] = {}
+        self._copied: dict[int, list[torch.cuda.Event]] = {}  # copies that may still read a row
         self._free = list(range(len(self.arena.rows)))
 
     def hold(self, key: Key, keep: bool) -> tuple[int | None, bool]:
@@ -233,8 +241,8 @@ class _RamTier:
             if row is None:
                 return None, False
             self._row[key], self._users[key] = row, 1
-            copied = self._copied.pop(row, None)
-        if copied is not None:
+            copies = self._copied.pop(row, [])
+        for copied in copies:
             copied.synchronize()
         return row, False
 
@@ -243,7 +251,8 @@ class _RamTier:
             self._filled.add(key)
             self._users[key] -= 1
             if copied is not None:
-                self._copied[self._row[key]] = copied
+                begun = self._copied.get(self._row[key], [])
+                self._copied[self._row[key]] = [*(event for event in begun if not event.query()), copied]
             self._lock.notify_all()
 
     def drop(self, key: Key) -> None:
