@@ -10,7 +10,7 @@ import typer
 def pack(
     model: Annotated[str, typer.Argument(help="Hub id (with @revision), local folder, or `demo`.")],
     out: Annotated[Path, typer.Option(help="Folder for the packed experts; must not exist yet.")],
-    force: Annotated[bool, typer.Option("--force", help="Also where every expert takes one read already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also where an expert takes about one read already.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")] = False,
 ) -> None:
     """Copy the experts of MODEL so that one read brings each, where the checkpoint keeps its tensors apart.

@@ -20,10 +20,11 @@ from remoe_cli.errors import CacheError, DataError, instead, UsageError
 from remoe_cli.families import family_of
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.decode_options import Asked, check_for_model, Plan, plan_of, PROMPT
+from remoe_cli.measure.decode_options import Asked, check_for_model, fitted, Plan, plan_of, PROMPT, shorter_of
 from remoe_cli.measure.decoded import figures
-from remoe_cli.measure.prompts import default_recipe, lay_out, load_prompts
+from remoe_cli.measure.prompts import default_recipe, lay_out, load_in_order
 from remoe_cli.offload import DecodedBatch, Floor, OffloadedDecoder
+from remoe_cli.sizes import show_size
 from remoe_cli.train.data import load_tokenizer
 
 FORMAT = 1
@@ -31,10 +32,13 @@ _WARM_UP = 2  # tokens of prompt: enough for first calls to allocate, few enough
 
 
 class _Prompts(NamedTuple):
-    """ids: of each request. source: for display."""
+    """ids: of each request. rows: of the source, from 1 on, in which they begin, None for --prompt. source: for display.
+    notes: what is not as it was asked for."""
 
     ids: list[list[int]]
+    rows: list[int] | None
     source: str
+    notes: list[str]
 
 
 def decode(model: str, asked: Asked) -> dict[str, Any]:
@@ -60,12 +64,21 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint)
     prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
     longest = max(map(len, prompts.ids)) + max(plan.tokens)
-    with OffloadedDecoder(
-        checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=asked.threads,
-        settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
-    ) as decoder:  # fmt: skip
+
+    def again(**changes: Any) -> str:
+        return asked.command(model, **changes)
+
+    with fitted(again, plan.capacities, shorter_of(plan, longest)), instead(again(ram=None), UsageError):
+        decoder = OffloadedDecoder(
+            checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=asked.threads,
+            settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
+        )  # fmt: skip
+    with decoder:
         if change is not None:
             decoder.apply_gates(gates_for(decoder.disk_names, change))
+        notes = [*prompts.notes, *_taken(decoder, plan)]
+        for sentence in notes:
+            note(f"Note: {sentence}")
         rows = list(_rows(decoder, plan, asked, prompts.ids, tokenizer))
         known = versions()
         return {
@@ -80,9 +93,10 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
                 "device": where, "device_name": device_name(where), "dtype": str(decoder.dtype).removeprefix("torch."),
                 "threads": asked.threads or torch.get_num_threads(), "torch": known["torch"],
                 "transformers": known["transformers"], "prompts": prompts.source,
-                "prompt_tokens": [len(ids) for ids in prompts.ids],
+                "prompt_rows": prompts.rows, "prompt_tokens": [len(ids) for ids in prompts.ids],
                 "sampling": plan.sampling and asdict(plan.sampling), "io": decoder.io, "io_reason": decoder.io_reason,
             },
+            "notes": notes,
             "rows": rows,
         }  # fmt: skip
 
@@ -105,7 +119,8 @@ def _rows(
     decoder: OffloadedDecoder, plan: Plan, asked: Asked, prompts: list[list[int]], tokenizer: Any
 ) -> Iterator[dict[str, Any]]:
     """One row a combination: throttle by throttle, then batch, tokens, cache."""
-    combinations = list(product(plan.throttles, plan.batches, plan.tokens, plan.capacities))
+    capacities = list(dict.fromkeys(min(capacity, decoder.n_experts) for capacity in plan.capacities))
+    combinations = list(product(plan.throttles, plan.batches, plan.tokens, capacities))
     if len(combinations) > 1:
         decoder.decode(prompts[0][:_WARM_UP], 2)
     jobs = len(prompts) * len(combinations)
@@ -113,7 +128,7 @@ def _rows(
     tokens, begin = 0, monotonic()
     with progress("decode", total) if jobs > 1 else nullcontext() as bar:
         for throttle, batch, n_new, capacity in combinations:
-            settings = replace(plan.settings, throttle=throttle)
+            settings = replace(decoder.settings, throttle=throttle)
             decoder.configure(capacity, asked.policy, admission=asked.admission, batch=batch, settings=settings)
             done: list[DecodedBatch] = []
             floors: list[Floor] = []
@@ -135,6 +150,14 @@ def _rows(
             }  # fmt: skip
 
 
+def _taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
+    """Where there is no use for as much as was asked for."""
+    if (most := max(plan.capacities)) > decoder.n_experts:
+        yield f"--cache {most} is taken as {decoder.n_experts}: these are all experts of a layer"
+    if (ram := decoder.settings.ram) < plan.settings.ram:
+        yield f"--ram is taken as {show_size(ram)}: that holds all experts"
+
+
 def _room(config: dict, plan: Plan, asked: Asked, model: str) -> int | None:
     """Tokens that the model's positions leave for the prompt; None where it has no limit. Raises UsageError."""
     longest, most = config.get("max_position_embeddings"), max(plan.tokens)
@@ -142,10 +165,13 @@ def _room(config: dict, plan: Plan, asked: Asked, model: str) -> int | None:
         return None
     needed = asked.context or 1
     if needed + most > longest:
-        fewer = asked.command(model, tokens=min(32, max(1, longest // 2)), context=asked.context and longest // 2)
+        changes: dict[str, Any] = {"context": longest - most}
+        if most >= longest or asked.context is None:
+            fewer = min(32, max(1, longest // 2))
+            changes = {"tokens": fewer, "context": asked.context and min(asked.context, longest - fewer)}
         raise UsageError(
             f"{needed} tokens of prompt and {most} new ones are more than the {longest} that {model} was made for.",
-            fewer,
+            asked.command(model, **changes),
         )
     return longest - most
 
@@ -155,7 +181,7 @@ def _prompts(
 ) -> _Prompts:
     """As many as every batch size divides."""
     together = lcm(*plan.batches)
-    texts: Iterable[list[int]]
+    texts: Iterable[tuple[int, list[int]]]
     if asked.prompts is None:
         found = _of_text(tokenizer, PROMPT if asked.prompt is None else asked.prompt, asked, model)
         if room is not None and asked.context is None and len(found) > room:
@@ -169,29 +195,27 @@ def _prompts(
                 f"--batch {asked.batch} of one prompt says the same in every row: name more prompts, or sample.",
                 asked.command(model, prompt=None, prompts="demo"),
             )
-        texts, source, wanted = repeat(found), "one prompt", together
+        texts, source, wanted = repeat((1, found)), "one prompt", together
     else:
         recipe = default_recipe(model, checkpoint.model_type)
-        loaded, documents = load_prompts(asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"))
-        end = tokenizer.eos_token_id
-        bodies = (ids[:-1] if ids[-1] == end else ids for ids in loaded if ids)  # a text is to go on
-        texts, source = (body for body in bodies if body), documents.source
+        texts, source = load_in_order(asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"))
         wanted = asked.requests or max(recipe.evaluate.measured, together)
         if wanted < together:
             raise UsageError(
                 f"--requests {wanted} is fewer than the {together} that --batch {asked.batch} takes together.",
                 asked.command(model, requests=together),
             )
-    ids, notes = lay_out(texts, wanted, together=together, context=asked.context, room=room)
-    if not ids:
+    prompts, notes = lay_out(texts, wanted, together=together, context=asked.context, room=room)
+    if not prompts:
         length = f" of {asked.context} tokens" if asked.context else ""
         raise DataError(
-            f"the texts give fewer than the {together} prompts{length} that are needed at least.",
+            f"the texts give no prompt{length}."
+            if together == 1
+            else f"the texts give fewer than the {together} prompts{length} that --batch {asked.batch} takes together.",
             asked.command(model, batch=None, context=None),
         )
-    for sentence in notes:
-        note(f"Note: {sentence}")
-    return _Prompts(ids, source)
+    rows, ids = [row for row, _ in prompts], [ids for _, ids in prompts]
+    return _Prompts(ids, None if asked.prompts is None else rows, source, notes)
 
 
 def _of_text(tokenizer: Any, prompt: str, asked: Asked, model: str) -> list[int]:

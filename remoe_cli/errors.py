@@ -1,8 +1,9 @@
 """Every mistake a user can make, as one small tree. Each error carries the next command to run."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 
 class RemoeError(Exception):
@@ -59,6 +60,17 @@ class HubError(RemoeError):
 
 class CacheError(RemoeError):
     """A cache size or policy that cannot serve this model."""
+
+
+class MemoryShortError(CacheError):
+    """Too little memory. changes: options with which it fits, None for one that is to go; where: what else has to be;
+    tokens: how many fit, of all requests that are decoded together, where these are what takes too much, else 0."""
+
+    def __init__(
+        self, message: str, hint: str, changes: Mapping[str, Any] | None = None, where: str = "", tokens: int = 0
+    ) -> None:
+        super().__init__(message, hint)
+        self.changes, self.where, self.tokens = changes, where, tokens
 
 
 class TrainingError(RemoeError):

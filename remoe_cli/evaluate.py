@@ -19,15 +19,15 @@ from remoe_cli.cache import choose, POLICIES
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
-from remoe_cli.errors import CacheError, command, DataError, RunError, UsageError
+from remoe_cli.errors import CacheError, command, DataError, instead, RunError, UsageError
 from remoe_cli.families import family_of
 from remoe_cli.families.loader import compute_dtype, experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.arms import about, choose_arms, control_of, measure_resident
-from remoe_cli.measure.decode_options import AS_IS, check_guess, Measuring
+from remoe_cli.measure.decode_options import Again, AS_IS, check_guess, fitted, Measuring
 from remoe_cli.measure.domains import held_out, OWN
-from remoe_cli.measure.offloaded import measure_offloaded, Offloaded
+from remoe_cli.measure.offloaded import check_decoder, measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.offload.store import one_expert_bytes
@@ -37,6 +37,7 @@ from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_tokenizer
 
 FORMAT = 1
+POLICIES_SHOWN = ("lru", "lfu", "fifo", "belady")
 DOMAIN_POLICIES = ("lru",)
 NOT_MEASURED = Offloaded({}, 0, [])
 
@@ -46,7 +47,7 @@ def evaluate(
     capacities: Sequence[int],
     *,
     control: str | None = None,
-    policies: Sequence[str] = ("lru", "lfu", "fifo", "belady"),
+    policies: Sequence[str] = POLICIES_SHOWN,
     seeds: int = 1,
     domains: Sequence[str] = (),
     base: str | None = None,
@@ -57,40 +58,48 @@ def evaluate(
     device: str | None = None,
 ) -> dict:
     """The report (docs/report.md), also written into the run folder. Raises RemoeError for every mistake."""
+    again = _command(
+        run, [("--domain", domains), ("--set", overrides)],
+        {
+            "cache": ",".join(map(str, capacities)), "control": control,
+            "policy": ",".join(policies) if tuple(policies) != POLICIES_SHOWN else None, "seeds": seeds if seeds != 1 else None,
+            "base": base, "no_measure": not measure, **measuring.given(), "threads": threads, "device": device,
+        },
+    )  # fmt: skip
     policies = list(dict.fromkeys(name for word in policies for name in (_without_fit() if word == "all" else [word])))
-    probabilities = _check_options(policies, seeds, threads)
+    probabilities = _check_options(policies, seeds, threads, again)
     measuring.check_measured(measure)
-    settings = measuring.settings()
+    settings = measuring.settings(again)
     found, where = runs.find(run), pick_device(device)
     _check_writable(found)
     recipe = _recipe(found, overrides)
-    capacities = _within(capacities, found)
+    capacities = _within(capacities, found, again)
     checkpoint = _base(found, base)
-    check_guess(
-        settings.guess, checkpoint.config["num_experts_per_tok"], lambda **to: command("eval", found.folder, **to)
-    )
+    top_k = checkpoint.config["num_experts_per_tok"]
+    check_guess(settings.guess, top_k, again)
     beside = control_of(found, control)
     arms = choose_arms(found, beside, checkpoint)
     texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
     _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     expert_bytes = one_expert_bytes(experts_on_disk(checkpoint))
+    timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
+    tokens = len(timed.prompts_RP[0]) + len(timed.continuations_RS[0])  # all are of one length
+    largest = max(*capacities, top_k)
+    if measure:
+        with fitted(again, capacities), instead(again(ram=None), UsageError):
+            check_decoder(checkpoint, dtype, where, largest, settings, measuring.pack, tokens)
     resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, probabilities)
     offloaded = NOT_MEASURED
     if measure:
-        timed = Requests(*(part[: recipe.evaluate.measured] for part in texts.sample.requests))
-        with OffloadedDecoder(
-            checkpoint,
-            resident.top_k,
-            device=where,
-            dtype=dtype,
-            threads=threads,
-            settings=settings,
-            pack=measuring.pack,
-        ) as decoder:
-            offloaded = measure_offloaded(
-                decoder, resident.gates, timed, capacities, settings=settings, floor=measuring.floor
-            )
+        with fitted(again, capacities):
+            decoder = OffloadedDecoder(
+                checkpoint, largest, device=where, dtype=dtype, threads=threads, settings=settings, pack=measuring.pack,
+                tokens=tokens,
+            )  # fmt: skip
+        with decoder:
+            settings = decoder.settings
+            offloaded = measure_offloaded(decoder, resident.gates, timed, capacities, floor=measuring.floor)
 
     def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
         arms, draws = resident.measured[name], texts.samples[name].draws
@@ -139,6 +148,12 @@ def evaluate(
     return report
 
 
+def _command(run: str | None, repeated: Sequence[tuple[str, Sequence[str]]], options: dict[str, Any]) -> Again:
+    """The command that was asked for, some of its options changed. repeated: options that are given once a value."""
+    words = [*([] if run is None else [run]), *(word for name, of in repeated for one in of for word in (name, one))]
+    return lambda **changes: command("eval", *words, **{**options, **changes})
+
+
 def finite(value: Any) -> Any:
     """The same with null for every number that is not finite, which JSON has no word for, and lists for tuples."""
     if isinstance(value, dict):
@@ -152,9 +167,8 @@ def _without_fit() -> list[str]:
     return [name for name, policy in POLICIES.items() if "fit" not in policy.needs or "future" in policy.needs]
 
 
-def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> bool:
+def _check_options(policies: Sequence[str], seeds: int, threads: int | None, again: Again) -> bool:
     """Whether a policy needs the routers' probabilities to be recorded."""
-    example = "remoe eval --cache 6 --policy lru,belady"
     fitted = [name for name in policies if choose(name).name not in _without_fit()]
     if fitted:
         raise UsageError(
@@ -162,9 +176,12 @@ def _check_options(policies: Sequence[str], seeds: int, threads: int | None) -> 
             "remoe replay T.trace --cache 6 --policy static --fit OTHER.trace",
         )
     if "lru" not in policies:
-        raise UsageError("the policies must include lru, which the others are compared with.", example)
+        raise UsageError(
+            "the policies must include lru, which the others are compared with.",
+            again(policy=",".join(["lru", *policies])),
+        )
     if seeds < 1:
-        raise UsageError(f"--seeds is at least 1, not {seeds}.", "remoe eval --seeds 3")
+        raise UsageError(f"--seeds is at least 1, not {seeds}.", again(seeds=3))
     check_threads(threads)
     return any("probabilities" in choose(name).policy.needs for name in policies)
 
@@ -190,12 +207,12 @@ def _recipe(run: Run, overrides: Sequence[str]) -> Recipe:
     return replace(recipe, data=replace(recipe.data, source=run.facts.get("data") or recipe.data.source))
 
 
-def _within(capacities: Sequence[int], run: Run) -> list[int]:
+def _within(capacities: Sequence[int], run: Run, again: Again) -> list[int]:
     n_experts = run.facts["n_experts"]
     if max(capacities) > n_experts:
         raise CacheError(
             f"--cache {max(capacities)} is more than the {n_experts} experts a layer of this model has.",
-            f"remoe eval --cache {n_experts}",
+            again(cache=",".join(map(str, sorted({min(capacity, n_experts) for capacity in capacities})))),
         )
     return sorted(capacities)
 

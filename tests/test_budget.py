@@ -12,7 +12,7 @@ from memory_limits import LIMITED, limited
 from tiny_models import MODEL_TYPES, TOP_K
 
 from remoe_cli import memory
-from remoe_cli.errors import CacheError
+from remoe_cli.errors import CacheError, MemoryShortError
 from remoe_cli.families.loader import experts_on_disk, kept_cache, load_resident, load_without_experts
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.memory import available
@@ -145,6 +145,19 @@ def test_long_requests_count(folders):
         budget.require(checkpoint, layers, torch.float32, "cpu", 8, tokens=tokens, **limits)
 
 
+def test_as_many_tokens_as_are_named_fit(folders, monkeypatch):
+    checkpoint, layers = opened(folders)
+    limits = {"row_bytes": 4096, "rows": lambda _: 1, "ram": 9 * 4096, "top_k": TOP_K}
+    monkeypatch.setattr(memory, "available", lambda: memory.Room(10**9, "the machine"))
+    with pytest.raises(MemoryShortError) as caught:
+        budget.require(checkpoint, layers, torch.float32, "cpu", 8, tokens=10**9, **limits)
+    fit = caught.value.tokens
+    assert f"{fit:,} tokens would fit" in caught.value.message and "--cache 8 and " in caught.value.hint
+    budget.require(checkpoint, layers, torch.float32, "cpu", 8, tokens=fit, **{**limits, "ram": 0})
+    with pytest.raises(MemoryShortError):
+        budget.require(checkpoint, layers, torch.float32, "cpu", 8, tokens=fit + 1, **{**limits, "ram": 0})
+
+
 def test_nothing_is_loaded_before_it_is_refused(folders, monkeypatch):
     checkpoint, _ = opened(folders)
     monkeypatch.setattr("remoe_cli.offload.decoder.load_without_experts", lambda *_: pytest.fail("it was loaded"))
@@ -157,7 +170,7 @@ REFUSED_THEN_DECODES = """
 import re, sys
 from pathlib import Path
 from remoe_cli import memory
-from remoe_cli.errors import CacheError
+from remoe_cli.errors import CacheError, MemoryShortError
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import OffloadedDecoder
 checkpoint = Checkpoint.open(Path(sys.argv[1]))

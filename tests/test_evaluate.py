@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import make_model, refused, report_of, texts_of, write_rows
 
+from remoe_cli import memory
 from remoe_cli.delta import Delta
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.requests import cut_requests
@@ -18,6 +19,7 @@ from remoe_cli.report.regressions import regressions
 from remoe_cli.report.renderers.markdown import markdown
 from remoe_cli.report.renderers.terminal import terminal
 from remoe_cli.report.rows import cell
+from remoe_cli.sizes import show_size
 
 QUIET = ("--cache", "2,4", "--no-measure")
 
@@ -161,8 +163,11 @@ def test_how_the_timed_decoder_reads(remoe, run):
     report = report_of(ran)
     c = report["conditions"]
     assert c["io"] in ("direct", "buffered")
-    assert c["offload"] == {
-        "readers": 1, "io": "direct", "ram": 10**6, "guess": 1, "throttle": 2e7, "warm": "cold", "pack": None,
+    others = dict(c["offload"])
+    in_force = others.pop("ram")
+    assert 2 * 8 * report["base"]["expert_bytes"] < in_force < 10**6, "of 1 MB what all experts take"
+    assert others == {
+        "readers": 1, "io": "direct", "guess": 1, "throttle": 2e7, "warm": "cold", "pack": None,
     }  # fmt: skip
     for arm in report["arms"]:
         below, *measured = arm["measured"]
@@ -175,7 +180,7 @@ def test_how_the_timed_decoder_reads(remoe, run):
             assert row["limit"]["by"] in ("throttle", "compute") and row["floor"]["share"] > 0
     shown = markdown(report)
     for words in (
-        "wait / experts / rest", "limited by", "loads alone", f"io {c['io']}, readers 1, RAM tier 1 MB, guess 1, throttle 20 MB/s;",
+        "wait / experts / rest", "limited by", "loads alone", f"io {c['io']}, readers 1, RAM tier {show_size(in_force)}, guess 1, throttle 20 MB/s;",
     ):  # fmt: skip
         assert words in shown
 
@@ -199,10 +204,14 @@ def test_counts_that_differ_from_the_simulators_are_told(remoe, run, monkeypatch
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--ram", "much"), ("--ram takes a size", "remoe eval --ram 8GB")),
+        (
+            ("--ram", "much", "--seeds", 2, "--set", "evaluate.rows=4"),
+            ("--ram takes a size", "eval run --set evaluate.rows=4 --cache 2 --seeds 2 --ram 8GB"),
+        ),
+        (("--ram", "8B"), ("holds no expert", "eval run --cache 2")),
         (("--guess", -1), ("--guess is the number",)),
-        (("--guess", 3), ("more than the 2 experts", "--guess 2")),
-        (("--throttle", "1GB"), ("--throttle takes bytes a second", "remoe eval --throttle 1GB/s")),
+        (("--guess", 3), ("more than the 2 experts", "eval run --cache 2 --guess 2")),
+        (("--throttle", "1GB"), ("--throttle takes bytes a second", "--cache 2 --throttle 1GB/s")),
         (("--throttle", "1GB/s,none"), ("remoe eval measures one --throttle",)),
         (("--readers", 0), ("--readers is 1 to 64",)),
         (("--io", "fast"), ("--io is direct or buffered",)),
@@ -211,9 +220,37 @@ def test_counts_that_differ_from_the_simulators_are_told(remoe, run, monkeypatch
         (("--ram", "1GB", "--no-measure"), ("--ram is of the timed decoder",)),
     ],
 )
-def test_options_of_the_timed_decoder_that_are_refused(remoe, run, options, words):
+def test_options_of_the_timed_decoder_that_are_refused(remoe, run, options, words, monkeypatch):
+    monkeypatch.setattr("remoe_cli.evaluate.measure_resident", lambda *_: pytest.fail("it was measured first"))
     refused(remoe("eval", run, "--cache", 2, *options), *words)
     assert not (run / "report.json").exists()
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused_before_anything_is_measured(remoe, run, monkeypatch):
+    monkeypatch.setattr("remoe_cli.evaluate.measure_resident", lambda *_: pytest.fail("it was measured first"))
+    monkeypatch.setattr(memory, "available", lambda: memory.Room(1000, "the machine"))
+    options = ("--cache", "2,8", "--policy", "lru", "--guess", 1)
+    refused(
+        remoe("eval", run, *options), "8 slots a layer needs", f"eval {run} --cache 2 --policy lru --guess 1 where "
+    )
+
+
+def test_hints_keep_the_other_options(remoe, run):
+    for options, words in (
+        (("--cache", "2,99"), "eval run --cache 2,8 --no-measure"),
+        (("--policy", "lfu"), "eval run --cache 2,4 --policy lru,lfu --no-measure"),
+        (("--seeds", 0, "--domain", "demo", "--domain", "b=demo"), "eval run --domain demo --domain b=demo --cache 2,4 --seeds 3"),
+    ):  # fmt: skip
+        refused(remoe("eval", run, *QUIET, *options), words)
+
+
+def test_all_experts_and_the_ram_tier_have_to_fit_for_the_exactness_check(remoe, run, monkeypatch):
+    """Room for the slots that it has and some more, but not for all experts and the RAM tier beside them."""
+    monkeypatch.setattr("remoe_cli.measure.offloaded._room", lambda _: memory.Room(450_000, "the machine"))
+    for options, checked in (((), True), (("--ram", "1MB"), False)):
+        report = report_of(remoe("eval", run, "--cache", "2", *options, "--json"))
+        assert [row["exact"] for arm in report["arms"] for row in arm["measured"]] == [True if checked else None] * 2
+        assert any("exactness not checked" in note for note in report["notes"]) is not checked
 
 
 # ---- what else is refused, and what is not

@@ -271,6 +271,14 @@ def test_decoding_from_a_store_says_the_same_in_fewer_reads(remoe, tmp_path):
 
 def test_the_command_refuses_what_it_cannot_or_need_not_do(remoe, tmp_path):
     model = make_model(tmp_path / "model")
+    large = make_model(tmp_path / "large", n_routed_experts=64)
+    assert 1 < reads_an_expert(opened(large)[1]) < 1.05, "some of its experts lie in two shards"
+    refused(
+        remoe("pack", large, "--out", "store"),
+        "need no packing",
+        "each takes 1.0",
+        " reads on average as it lies; --force",
+    )
     refused(remoe("pack", "demo", "--out", "store"), "need no packing", "one read", "remoe decode demo --cache 6")
     assert remoe("pack", "demo", "--out", "store", "--force").code == 0
     refused(remoe("pack", "demo", "--out", "store", "--force"), "exists", "another folder")

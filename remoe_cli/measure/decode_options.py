@@ -2,14 +2,15 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from remoe_cli.cache import choose
 from remoe_cli.cache.expert_cache import ADMISSIONS
-from remoe_cli.errors import CacheError, command, UsageError
+from remoe_cli.errors import CacheError, command, MemoryShortError, UsageError
 from remoe_cli.offload.sampling import Sampling
 from remoe_cli.offload.settings import IO, Settings, WARMS
 from remoe_cli.sizes import parse_rate, parse_size
@@ -84,12 +85,8 @@ class Measuring:
     pack: Path | None = None
     floor: bool = False
 
-    def settings(self) -> Settings:
+    def settings(self, again: Again) -> Settings:
         """Raises UsageError."""
-
-        def again(**changes: Any) -> str:
-            return command("eval", **{**self._given(), **changes})
-
         throttles = throttles_of(self.throttle, again)
         if len(throttles) > 1:
             raise UsageError(
@@ -101,13 +98,14 @@ class Measuring:
 
     def check_measured(self, measured: bool) -> None:
         """Raises UsageError where an option is given for a decoder that is left out."""
-        if not measured and (given := self._given()):
+        if not measured and (given := self.given()):
             raise UsageError(
                 f"--{next(iter(given))} is of the timed decoder, which --no-measure leaves out.",
                 command("eval", no_measure=True),
             )
 
-    def _given(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
+        """Those that are not as by default."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
 
@@ -163,6 +161,36 @@ def check_for_model(plan: Plan, top_k: int, asked: Asked, model: str) -> None:
     check_guess(plan.settings.guess, top_k, lambda **changes: asked.command(model, **changes))
 
 
+@contextmanager
+def fitted(
+    again: Again, capacities: Sequence[int], shorter: Callable[[int], dict[str, Any]] | None = None
+) -> Iterator[None]:
+    """Too little memory for a decoder is refused with the very command that was asked for, but for what has to be less.
+    capacities: those asked for. shorter: options with so many tokens at most, of all requests that are decoded together."""
+    try:
+        yield
+    except MemoryShortError as error:
+        changes, where = dict(error.changes or {}), error.where
+        if most := changes.get("cache"):
+            changes["cache"] = ",".join(map(str, sorted({min(capacity, most) for capacity in capacities})))
+        if error.tokens and shorter is not None:
+            changes, where = {**changes, **shorter(error.tokens)}, ""
+        raise MemoryShortError(error.message, again(**changes) + where) from None
+
+
+def shorter_of(plan: Plan, longest: int) -> Callable[[int], dict[str, Any]]:
+    """longest: tokens of the longest request, new ones included."""
+
+    def shorter(fit: int) -> dict[str, Any]:
+        if fit >= longest:
+            fitting = [batch for batch in plan.batches if batch * longest <= fit] or [fit // longest]
+            return {"batch": ",".join(map(str, fitting))}
+        new = min(plan.tokens[-1], fit // 2)
+        return {"batch": None, "tokens": new, "context": fit - new}
+
+    return shorter
+
+
 def check_guess(guess: int, top_k: int, again: Again) -> None:
     if guess > top_k:
         raise UsageError(
@@ -207,7 +235,8 @@ def whole_numbers(name: str, text: str, again: Again, *, least: int | None = 1) 
     """ "1,2,4" in rising order, each once. least: None where a later check knows the least."""
     words = [part.strip() for part in text.split(",")]
     found = sorted({int(word) for word in words if _AMOUNT.fullmatch(word)})
-    good = ",".join(str(number) for number in found if number >= (least or 1)) or "8"
+    # without any that can be used: the default, and of --cache, which has none, a likely one
+    good = ",".join(str(number) for number in found if number >= (least or 1)) or ("8" if name == "cache" else None)
     if not all(map(_AMOUNT.fullmatch, words)):
         raise UsageError(f"--{name} takes whole numbers such as 4 or 1,2,4, not {text!r}.", again(**{name: good}))
     if least is not None and found[0] < least:
@@ -234,5 +263,10 @@ def _sampling(asked: Asked, again: Again) -> Sampling | None:
             )
         return None
     if temperature == 0:
+        if drawing := next((name for name in ("top_p", "top_k", "seed") if getattr(asked, name) is not None), None):
+            raise UsageError(
+                f"--temperature 0 is greedy, which draws nothing: --{drawing.replace('_', '-')} has no use there.",
+                again(temperature=0.8),
+            )
         return None
     return Sampling(1.0 if temperature is None else temperature, top_p or 1.0, top_k or 0, asked.seed or 0)

@@ -66,7 +66,8 @@ def _read(phase: str, count: IoCount) -> dict[str, Any]:
         f"{phase}storage_bytes": count.storage_bytes,
         f"{phase}ram_loads": count.ram,
         f"{phase}busy_s": count.busy_s,
-        f"{phase}bandwidth": metrics.ratio(count.read_bytes, count.busy_s),
+        # with loads from RAM, whose time is in busy_s too, it would be no rate of the disk
+        f"{phase}bandwidth": None if count.ram else metrics.ratio(count.read_bytes, count.busy_s),
     }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +10,16 @@ import torch
 from remoe_cli import memory
 from remoe_cli.cache import replay
 from remoe_cli.console import progress
+from remoe_cli.errors import UsageError
+from remoe_cli.families.loader import experts_on_disk
+from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.decoded import figures
 from remoe_cli.measure.requests import Requests
-from remoe_cli.offload import Decoded, Floor, OffloadedDecoder, Settings
+from remoe_cli.offload import budget, Decoded, Floor, OffloadedDecoder, Settings
+from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.pack import packed
+from remoe_cli.offload.settings import HINT
+from remoe_cli.offload.tiers import host_bytes
 from remoe_cli.routing import RoutingTrace
 from remoe_cli.sizes import show_size
 
@@ -26,13 +34,32 @@ class Offloaded(NamedTuple):
     io: str | None = None
 
 
+def check_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, capacity: int, settings: Settings, pack: Path | None,
+    tokens: int,
+) -> None:  # fmt: skip
+    """Before other long work: raises what the OffloadedDecoder would for too little memory, a RAM tier that is too small, or
+    packed experts of something else."""
+    layers = experts_on_disk(checkpoint)
+    layout, n_experts = Layout(layers, dtype, direct=settings.io == "direct"), layers[0].n_experts
+    size = layout.slot_bytes
+    if 0 < settings.ram < size:
+        raise UsageError(f"a RAM tier of {settings.ram} bytes holds no expert; one takes {size}.", HINT)
+    budget.require(
+        checkpoint, layers, dtype, device, min(capacity, n_experts), row_bytes=size, rows=lambda _: settings.guess,
+        ram=min(settings.ram, len(layers) * n_experts * size), top_k=layers[0].top_k,
+        host=host_bytes(layout, settings.readers, torch.device(device)), tokens=tokens,
+    )  # fmt: skip
+    if pack is not None:
+        packed(layers, checkpoint, pack)
+
+
 def measure_offloaded(
     decoder: OffloadedDecoder,
     arms: Mapping[str, Mapping[str, torch.Tensor]],
     requests: Requests,
     capacities: Sequence[int],
     *,
-    settings: Settings,
     policy: str = "lru",
     floor: bool = False,
 ) -> Offloaded:
@@ -44,7 +71,8 @@ def measure_offloaded(
         rows[arm] += [
             {"capacity": c, "skipped": f"needs C >= {decoder.top_k}"} for c in capacities if c < decoder.top_k
         ]
-    exact, notes = _exactness(decoder, arms, requests, runnable, settings)
+    settings = decoder.settings
+    exact, notes = _exactness(decoder, arms, requests, runnable)
     total = len(runnable) * len(requests.prompts_RP) * len(arms)
     with progress("measure offloaded", total) as bar:
         done = 0
@@ -68,7 +96,8 @@ def measure_offloaded(
     if not runnable:
         return Offloaded(rows, 0, notes)
     if decoder.io_reason:
-        notes.append(f"experts were read through the page cache: {decoder.io_reason}")
+        how = "past" if decoder.io == "direct" else "through"
+        notes.append(f"experts were read {how} the page cache: {decoder.io_reason}")
     return Offloaded(rows, len(requests.prompts_RP), notes, decoder.io)
 
 
@@ -97,19 +126,21 @@ def _exactness(
     arms: Mapping[str, Mapping[str, torch.Tensor]],
     requests: Requests,
     capacities: Sequence[int],
-    settings: Settings,
 ) -> tuple[dict[tuple[str, int], bool], list[str]]:
     """Greedy logits of the first request with C slots and with all E, bit for bit, on the same path."""
     if not capacities:
         return {}, []
-    needed, room = decoder.n_experts * len(decoder.layers) * decoder.slot_bytes, _room(decoder)
-    if needed > 0.8 * room.nbytes:
+    needed, room = decoder.n_experts * decoder.n_layers * decoder.slot_bytes, _room(decoder)
+    given_back = (decoder.capacity * decoder.n_layers + decoder.staging) * decoder.slot_bytes
+    if decoder.device.type == "cpu":
+        needed += decoder.settings.ram  # its memory is taken when experts come in, not before
+    if needed > 0.8 * (room.nbytes + given_back):
         shown = f"all experts need {show_size(needed)}, {room.limit} leaves {show_size(room.nbytes)}"
         return {}, [f"exactness not checked: {shown}"]
     prompt, n_new = requests.prompts_RP[0].tolist(), min(16, requests.continuations_RS.shape[1])
     logits: dict[tuple[str, int], torch.Tensor] = {}
     for capacity in [decoder.n_experts, *capacities]:
-        decoder.configure(capacity, settings=replace(settings, throttle=None))
+        decoder.configure(capacity, settings=replace(decoder.settings, throttle=None))
         for arm, gates in arms.items():
             decoder.apply_gates(gates)
             logits[arm, capacity] = decoder.decode(prompt, n_new, keep_logits=True).logits  # type: ignore[assignment]

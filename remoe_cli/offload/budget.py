@@ -58,7 +58,7 @@ def require(
     context = request_bytes(checkpoint.config, dtype, tokens)
     cuda = device.startswith("cuda")
 
-    def needs(slots_a_layer: int, ram: int) -> list[tuple[_Need, memory.Room]]:
+    def needs(slots_a_layer: int, ram: int, context: int = context) -> list[tuple[_Need, memory.Room]]:
         slots = (slots_a_layer * len(layers) + rows(slots_a_layer)) * row_bytes
         if cuda:
             return [(_Need(context, dense, slots, 0, 0, 0), on_device), (_Need(0, 0, 0, ram, host, loading), in_host)]
@@ -86,8 +86,16 @@ def require(
         f"but {room.limit} has {show_size(room.nbytes)} left"
     )
 
-    def refusal(message: str, where: str = "", **changes: object) -> MemoryShortError:
-        return MemoryShortError(message, command("decode", checkpoint.id, **changes) + where, changes, where)
+    def tokens_beside(slots_a_layer: int) -> int:
+        bare = needs(slots_a_layer, 0, 0)
+        if any(need.total > room.nbytes for need, room in bare):
+            return 0
+        need, room = bare[0]
+        held = dense + need.slots + need.host + WORKING_ROOM
+        return (room.nbytes - held) // request_bytes(checkpoint.config, dtype, 1)
+
+    def refusal(message: str, where: str = "", fit: int = 0, **changes: object) -> MemoryShortError:
+        return MemoryShortError(message, command("decode", checkpoint.id, **changes) + where, changes, where, fit)
 
     if ram and short(capacity, 0) is None:
         need, room = needs(capacity, 0)[-1]
@@ -96,6 +104,15 @@ def require(
     for fewer in range(capacity - 1, top_k - 1, -1):
         if short(fewer, 0) is None:
             raise refusal(f"{said}.", cache=fewer, ram=None)
+    for slots_a_layer in (capacity, top_k):
+        if (fit := tokens_beside(slots_a_layer)) > 1:  # one of a prompt, one new
+            raise refusal(
+                f"{said}; {fit:,} tokens would fit.",
+                f" and {fit:,} tokens at most, of all prompts that are decoded together",
+                cache=slots_a_layer,
+                ram=None,
+                fit=fit,
+            )
     least = next(need for need, room in needs(top_k, 0) if need.total > room.nbytes)
     raise refusal(
         f"{said}; the least, {top_k} slots, needs {show_size(least.total)}.",

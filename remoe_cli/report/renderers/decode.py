@@ -19,6 +19,8 @@ def summary(done: dict[str, Any]) -> str:
         return sweep(done)
     row, conditions = done["rows"][0], done["conditions"]
     lines = [*_texts(row["texts"]), "", _cache(row, done["requested"]["cache"]), _loads(row, conditions)]
+    if others := _others(done):
+        lines.append(f"with {', '.join(others)}")
     if row["split_ms"] is not None:
         lines.append(f"a step: {_split(row)}; limited by {row['limit']['by']}")
     lines.append(
@@ -45,9 +47,11 @@ def sweep(done: dict[str, Any]) -> str:
     fixed = [f"{name} {show(rows[0])}" for name, show in _SETTINGS.items() if name not in varied]
     prompts = conditions["prompt_tokens"]
     lengths = f"{min(prompts)}" if min(prompts) == max(prompts) else f"{min(prompts)} to {max(prompts)}"
+    about = [*([", ".join(fixed)] if fixed else []), f"{rows[0]['policy']}, {rows[0]['admission']}"]
     for line in (
         "",
-        f"{', '.join(fixed)}; {rows[0]['policy']}, {rows[0]['admission']}; {len(prompts)} prompts of {lengths} tokens.",
+        f"{'; '.join(about)}; {len(prompts)} prompt{'s' * (len(prompts) != 1)} of {lengths} tokens.",
+        *([f"With {', '.join(others)}."] if (others := _others(done)) else []),
         f"On {machine(conditions)}; io {_io(conditions)}. Times in ms; itl is the time of one step, all rows of a batch.",
     ):
         out.print(line, markup=False)
@@ -62,12 +66,27 @@ def rate(bytes_a_second: float | None) -> str:
     return "n/a" if bytes_a_second is None else f"{show_size(bytes_a_second)}/s"
 
 
+def _others(done: dict[str, Any]) -> list[str]:
+    """Settings of all rows that are not as by default."""
+    row, asked, sampling = done["rows"][0], done["requested"], done["conditions"]["sampling"]
+    drawn = sampling and ", ".join(f"{name} {value}" for name, value in sampling.items())
+    return [
+        *([f"--ram {show_size(row['ram'])}"] if row["ram"] else []),
+        *([f"--guess {row['guess']}"] if row["guess"] else []),
+        *([f"--warm {row['warm']}"] if row["warm"] != "cold" else []),
+        *([f"--readers {row['readers']}"] if row["readers"] != 2 else []),
+        *([f"--pack {asked['pack']}"] if asked["pack"] else []),
+        *([f"tokens drawn ({drawn})"] if drawn else []),
+    ]
+
+
 def _texts(texts: list[str]) -> list[str]:
     return texts if len(texts) == 1 else [f"[{at}] {text}" for at, text in enumerate(texts, 1)]
 
 
 def _cache(row: Row, asked: str) -> str:
-    slots = f"C = {row['capacity']}" + (f" (all there are; {asked} asked for)" if asked != str(row["capacity"]) else "")
+    most = max(map(int, asked.split(",")))
+    slots = f"C = {row['capacity']}" + (f" (all there are; {most} asked for)" if most > row["capacity"] else "")
     together = f", {row['batch']} together" if row["batch"] > 1 else ""
     hit = number(row["hit_ratio"], 3)
     return (
@@ -78,7 +97,8 @@ def _cache(row: Row, asked: str) -> str:
 
 def _loads(row: Row, conditions: dict[str, Any]) -> str:
     asked, read = show_size(row["bytes"]), show_size(row["read_bytes"])
-    parts = [f"{row['reads']:,} loads, {asked}; {read} read at {rate(row['bandwidth'])}"]
+    at = "" if row["ram_loads"] else f" at {rate(row['bandwidth'])}"
+    parts = [f"{row['reads']:,} loads, {asked}; {read} read{at}"]
     if row["ram_loads"]:
         parts.append(f"{row['ram_loads']:,} loads from RAM")
     if row["guess"]:
