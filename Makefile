@@ -15,12 +15,14 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-faults test-gpu lint format checkpoint clean help
+.PHONY: demo test test-faults test-gpu bench-decode bench-gpu lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
 	@echo "make test    set up, then lint, types and the test suite"
 	@echo "make test-faults   every fault, kill -9 and Ctrl-C; make test runs three of each kind"
+	@echo "make bench-decode  the decoder against llama.cpp and accelerate (an hour, 40 GB of disk; root for memory limits)"
+	@echo "make bench-gpu     the decoder on a GPU (under 6 minutes; ARGS=--dry-run without one)"
 	@echo "make format  rewrite the sources in the project's style"
 
 demo: $(READY)
@@ -39,6 +41,11 @@ test-faults: $(READY)
 # only what needs a CUDA device; skipped tests are listed
 test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu -rs tests
+
+# ARGS="--parts floor,demo --rounds 5" and the like; benchmarks/README.md says what there is
+bench-decode bench-gpu: $(READY)
+	@$(BIN)/python -m pip install --quiet --group bench
+	$(BIN)/python benchmarks/$(@:bench-%=%).py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,1 @@
+"""What `benchmarks/decode.py` and `benchmarks/gpu.py` are made of."""
