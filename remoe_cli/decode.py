@@ -64,13 +64,14 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint)
     prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
     longest = max(map(len, prompts.ids)) + max(plan.tokens)
+    threads = asked.threads or max(1, torch.get_num_threads() - 1)  # a core for those that read
 
     def again(**changes: Any) -> str:
         return asked.command(model, **changes)
 
     with fitted(again, plan.capacities, shorter_of(plan, longest)), instead(again(ram=None), UsageError):
         decoder = OffloadedDecoder(
-            checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=asked.threads,
+            checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=threads,
             settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
         )  # fmt: skip
     with decoder:
@@ -91,7 +92,7 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
             },
             "conditions": {
                 "device": where, "device_name": device_name(where), "dtype": str(decoder.dtype).removeprefix("torch."),
-                "threads": asked.threads or torch.get_num_threads(), "torch": known["torch"],
+                "threads": threads, "torch": known["torch"],
                 "transformers": known["transformers"], "prompts": prompts.source,
                 "prompt_rows": prompts.rows, "prompt_tokens": [len(ids) for ids in prompts.ids],
                 "sampling": plan.sampling and asdict(plan.sampling), "io": decoder.io, "io_reason": decoder.io_reason,
