@@ -8,8 +8,6 @@ from math import lcm
 from time import monotonic
 from typing import Any, NamedTuple
 
-import torch
-
 from remoe_cli import __version__
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import choose, live_policies
@@ -24,6 +22,7 @@ from remoe_cli.measure.decode_options import Asked, check_for_model, fitted, Pla
 from remoe_cli.measure.decoded import figures
 from remoe_cli.measure.prompts import default_recipe, lay_out, load_in_order
 from remoe_cli.offload import DecodedBatch, Floor, OffloadedDecoder
+from remoe_cli.offload.compute import compute_threads
 from remoe_cli.sizes import show_size
 from remoe_cli.train.data import load_tokenizer
 
@@ -64,7 +63,7 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     tokenizer = load_tokenizer(checkpoint)
     prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
     longest = max(map(len, prompts.ids)) + max(plan.tokens)
-    threads = asked.threads or max(1, torch.get_num_threads() - 1)  # a core for those that read
+    threads = compute_threads(asked.threads)
 
     def again(**changes: Any) -> str:
         return asked.command(model, **changes)

@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from remoe_cli import __version__, atomic
 from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
@@ -30,6 +28,7 @@ from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import check_decoder, measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
 from remoe_cli.offload import OffloadedDecoder
+from remoe_cli.offload.compute import compute_threads
 from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import Recipe
 from remoe_cli.report.figures import figures
@@ -94,7 +93,7 @@ def evaluate(
     if measure:
         with fitted(again, capacities):
             decoder = OffloadedDecoder(
-                checkpoint, largest, device=where, dtype=dtype, threads=threads, settings=settings, pack=measuring.pack,
+                checkpoint, largest, device=where, dtype=dtype, threads=compute_threads(threads), settings=settings, pack=measuring.pack,
                 tokens=tokens,
             )  # fmt: skip
         with decoder:
@@ -119,7 +118,7 @@ def evaluate(
         "recipe": recipe.name,
         "conditions": {
             "device": where, "device_name": device_name(where), "dtype": str(dtype).removeprefix("torch."),
-            "threads": threads or torch.get_num_threads(), **{k: v for k, v in versions().items() if k != "remoe"},
+            "threads": compute_threads(threads), **{k: v for k, v in versions().items() if k != "remoe"},
             "data": texts.documents.source, "seed": recipe.train.seed, "draws": texts.sample.draws,
             "text_tokens": resident.measured[OWN]["base"].text.measures().tokens,
             "requests": len(texts.sample.requests.prompts_RP), "prompt_tokens": recipe.evaluate.prompt_tokens,

@@ -41,6 +41,11 @@ def linear(x_MH: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
     return F.linear(x_MH, weight, bias)
 
 
+def compute_threads(asked: int | None) -> int:
+    """As asked for, else all that torch would take but one: two teams on the same cores slow each other down many times."""
+    return asked or max(1, torch.get_num_threads() - 1)
+
+
 @contextmanager
 def running(device: torch.device, threads: int | None) -> Iterator[None]:
     """Streams and events belong to this device; compute threads are as asked for, and as before afterwards."""
