@@ -16,6 +16,8 @@ from hub_client import TOKEN
 from hypothesis import settings
 from loopback_hub import Account, LoopbackHub
 
+from remoe_cli.hub.checkpoint import Checkpoint
+
 settings.register_profile("ci", derandomize=True)  # a red run must be red again
 if os.environ.get("CI"):
     settings.load_profile("ci")
@@ -48,6 +50,24 @@ def folders(tmp_path_factory):
         return made[model_type, dtype]
 
     return folder
+
+
+@pytest.fixture(
+    params=[(family, dtype) for family in tiny_models.MODEL_TYPES for dtype in (torch.float32, torch.bfloat16)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def checkpoint(request, folders) -> Checkpoint:
+    """Each family in each dtype."""
+    return Checkpoint.open(folders(*request.param))
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Computes on one thread: products round alike however many cores there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

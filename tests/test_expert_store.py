@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoding import dtype_of, NEW, PROMPT
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import EXPERTS, FIRST_DENSE, make, MODEL_TYPES
+from tiny_models import EXPERTS, FIRST_DENSE, make
 
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families import find_gates
@@ -25,22 +26,6 @@ from remoe_cli.offload.layout import _runs, Layout
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.store import expert_files, one_expert_bytes, storage_bytes
 from remoe_cli.offload.tiers import Tiers
-
-PROMPT = [5, 17, 80, 3, 3, 99, 41, 64, 12, 110, 27]
-NEW = 16
-
-
-@pytest.fixture(
-    params=[(family, dtype) for family in MODEL_TYPES for dtype in (torch.float32, torch.bfloat16)],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
-def checkpoint(request, folders):
-    return Checkpoint.open(folders(*request.param))
-
-
-def dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    return getattr(torch, checkpoint.config["dtype"])
-
 
 # loading
 

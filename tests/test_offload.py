@@ -28,17 +28,7 @@ def tolerance(checkpoint: Checkpoint, dtype: torch.dtype) -> float:
     return (LATENT if checkpoint.model_type == "deepseek_v2" else TOLERANCE)[dtype]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=[(family, dtype) for family in MODEL_TYPES for dtype in BOTH], ids=lambda p: f"{p[0]}-{p[1]}")
-def checkpoint(request, folders):
-    return Checkpoint.open(folders(*request.param))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def stock_decode(model, prompt, forced):

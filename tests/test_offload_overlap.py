@@ -18,12 +18,7 @@ from remoe_cli.offload.tiers import _RamTier, Tiers
 READ = ExpertStore.read
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_resident_experts_run_while_the_others_are_read(folders, monkeypatch):

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from decoding import BOTH, DEVICES, dtype_of, NEW, PROMPT
+from decoding import DEVICES, dtype_of, NEW, PROMPT
 from slow_policies import History, slow_cache
 from tiny_models import EXPERTS, MODEL_TYPES, TOP_K, VOCABULARY
 
@@ -19,18 +19,7 @@ from remoe_cli.memory import Room
 from remoe_cli.offload import ExpertStore, OffloadedDecoder, Settings
 from remoe_cli.routing import RoutingTrace
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=[(family, dtype) for family in MODEL_TYPES for dtype in BOTH], ids=lambda p: f"{p[0]}-{p[1]}")
-def checkpoint(request, folders):
-    return Checkpoint.open(folders(*request.param))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # batches, tiers, guesses, warm caches

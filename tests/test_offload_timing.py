@@ -13,13 +13,7 @@ from remoe_cli.offload import OffloadedDecoder, Settings
 from remoe_cli.offload.compute import run_expert
 from remoe_cli.offload.timing import PHASES
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_latencies_add_up(folders):

@@ -12,11 +12,10 @@ from remoe_cli.cache import choose
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.errors import CacheError, command, MemoryShortError, UsageError
 from remoe_cli.offload.sampling import Sampling
-from remoe_cli.offload.settings import IO, Settings, WARMS
+from remoe_cli.offload.settings import IO, MOST_READERS, Settings, WARMS
 from remoe_cli.sizes import parse_rate, parse_size
 
 PROMPT = "The module defines the following"
-MOST_READERS = 64
 _AMOUNT = re.compile(r"-?[0-9]{1,18}")
 
 Again = Callable[..., str]  # the command with some options changed; None leaves one out

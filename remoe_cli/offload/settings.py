@@ -6,6 +6,7 @@ from remoe_cli.errors import UsageError
 
 IO = ("direct", "buffered")
 WARMS = ("cold", "batch", "carry")
+MOST_READERS = 64
 HINT = "remoe decode --help"
 
 
@@ -30,8 +31,8 @@ class Settings:
     warm: str = "cold"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.readers <= 64:
-            raise UsageError(f"{self.readers} reader threads: from 1 to 64.", HINT)
+        if not 1 <= self.readers <= MOST_READERS:
+            raise UsageError(f"{self.readers} reader threads: from 1 to {MOST_READERS}.", HINT)
         if self.io not in IO:
             raise UsageError(f"io is {' or '.join(IO)}, not {self.io!r}.", HINT)
         if self.warm not in WARMS:
