@@ -316,11 +316,11 @@ def _train(job: _Job, texts: Iterable[Document], state: State | None) -> Trained
     ):
 
         def on_step(stats: StepStats) -> None:
-            stream.write(json.dumps(stats._asdict()) + "\n")
+            stream.write(json.dumps(stats.row()) + "\n")
             bar.update(
                 stats.step,
-                f"loss {stats.loss:.3f}  ce {stats.ce:.3f}  trust {stats.trust:.4f}  reuse {stats.reuse:.3f}  smooth {stats.smooth:.3f}  "
-                f"lag {stats.lag:.3f}  window {stats.window:.3f}  EOR {stats.eor:.3f}  {stats.tokens_per_s:,.0f} tok/s",
+                f"loss {stats.loss:.3f}  {'  '.join(f'{name} {value:.3f}' for name, value in stats.terms.items())}  "
+                f"EOR {stats.eor:.3f}  {stats.tokens_per_s:,.0f} tok/s",
             )
 
         trained = train(

@@ -27,6 +27,8 @@ class Objective:
 
     Defaults: ReMoE (arXiv 2605.27081). window_tokens is not published there; 16 is ours, and so are scale and
     reuse_tokens (1 = paper): the experts of how many tokens before count for reuse.
+    "resident-mass" has resident*L_Resident in the place of reuse*L_Reuse: mass on what a cache of `cache` slots a layer,
+    with this policy and admission, holds.
     reuse_warmup, consistency_warmup: fractions of the run until a_r, a_l reach 1.
     """
 
@@ -40,6 +42,10 @@ class Objective:
     lags: tuple[int, ...] = (1, 2, 4, 8, 16)
     window_tokens: int = 16
     reuse_tokens: int = 1
+    resident: float = 0.2
+    cache: int = 12
+    policy: str = "lru"
+    admission: str = "forced"
     reuse_warmup: float = 0.2
     consistency_warmup: float = 0.4
 
@@ -279,7 +285,7 @@ def _one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
 _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("at least 1", lambda n: n >= 1, (
         "train.steps", "data.train_samples", "data.heldout_samples", "data.own_samples",
-        "data.own_prompt_tokens", "data.own_tokens", "objective.window_tokens", "evaluate.rows",
+        "data.own_prompt_tokens", "data.own_tokens", "objective.window_tokens", "objective.cache", "evaluate.rows",
         "evaluate.requests", "evaluate.prompt_tokens", "evaluate.new_tokens", "evaluate.measured",
     )),
     ("between 2 and 1048576", lambda n: 2 <= n <= 2**20, ("train.sequence",)),
@@ -293,13 +299,13 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "objective.consistency_warmup",
     )),
     ("at least 0", lambda x: x >= 0, (
-        "objective.trust", "objective.reuse", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
+        "objective.trust", "objective.reuse", "objective.resident", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
         "train.save_seconds",
     )),
     ("two numbers from 0 to below 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), ("train.betas",)),
     ("at least one number, each at least 1", lambda lags: bool(lags) and min(lags) >= 1, ("objective.lags",)),
     ("1 to 60 letters, digits or . _ - (first a letter or digit)", lambda s: bool(_NAME.fullmatch(s)), ("name",)),
-    (*_one_of("remoe"), ("objective.name",)),
+    (*_one_of("remoe", "resident-mass"), ("objective.name",)),
     (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
     (*_one_of("prefix", "chat", "raw"), ("data.format",)),
     (*_one_of("all", "answers"), ("data.labels",)),

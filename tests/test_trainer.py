@@ -159,7 +159,7 @@ def test_trust_compares_with_the_base_gates_on_the_current_hidden_states():
     for handle in handles:
         handle.remove()
     stats = loop.gradients([batch], 1)
-    assert twin > 0.1 and stats["trust"] == pytest.approx(twin, rel=1e-4)
+    assert twin > 0.1 and stats["terms"]["trust"] == pytest.approx(twin, rel=1e-4)
 
 
 def test_gradient_equals_finite_differences_through_the_whole_model():
@@ -189,9 +189,9 @@ def test_cross_entropy_alone_falls_on_a_fixed_batch():
     model = load("deepseek_v2")
     fixed = next(endless(64, tokens=64))
     trained = train(model, find_gates(model), repeat(fixed), recipe_of(CE_ONLY, steps=25, accumulation=1, lr=1e-2))
-    assert trained.steps[-1].ce < trained.steps[0].ce - 0.05
-    assert trained.steps[-1].loss == trained.steps[-1].ce
-    assert trained.steps[-1].trust > 0 and trained.steps[-1].reuse > 0  # reported, though of scale 0
+    assert trained.steps[-1].terms["ce"] < trained.steps[0].terms["ce"] - 0.05
+    assert trained.steps[-1].loss == trained.steps[-1].terms["ce"]
+    assert trained.steps[-1].terms["trust"] > 0 and trained.steps[-1].terms["reuse"] > 0  # reported, though of scale 0
 
 
 @pytest.mark.parametrize("model_type", tiny_models.MODEL_TYPES)
@@ -203,8 +203,12 @@ def test_remoe_raises_overlap_and_trust_holds_it_back(model_type):
         recipe = recipe_of(Objective(trust=trust, scale=5.0), steps=25, accumulation=1, lr=2e-2)
         found[trust] = train(model, find_gates(model), stream, recipe).steps
     free, held = found[0.0], found[100.0]
-    assert free[-1].eor > free[0].eor + 0.15 and free[-1].reuse < free[0].reuse and free[-1].smooth < free[0].smooth
-    assert held[-1].trust < free[-1].trust / 5 and held[-1].eor < free[-1].eor
+    assert (
+        free[-1].eor > free[0].eor + 0.15
+        and free[-1].terms["reuse"] < free[0].terms["reuse"]
+        and free[-1].terms["smooth"] < free[0].terms["smooth"]
+    )
+    assert held[-1].terms["trust"] < free[-1].terms["trust"] / 5 and held[-1].eor < free[-1].eor
 
 
 def test_learning_rate_warms_up_from_the_first_step():
@@ -292,7 +296,7 @@ def test_checkpointing_changes_memory_only(model_type):
     assert calls == {False: 4, True: 8}  # two steps of two micro-batches; layers run again in the backward pass
     for off, on in zip(results[False].steps, results[True].steps, strict=True):
         for name in (*TERMS, "loss", "grad_norm"):
-            assert getattr(on, name) == pytest.approx(getattr(off, name), rel=1e-6, abs=1e-7), name
+            assert on.row()[name] == pytest.approx(off.row()[name], rel=1e-6, abs=1e-7), name
     assert_same(results[False].gates, results[True].gates, atol=1e-6, rtol=0)
 
 

@@ -119,6 +119,6 @@ def test_documents_of_one_token_are_survived():
     model = load("deepseek_v2")
     trained = train(model, find_gates(model), endless(1), recipe_of(steps=2))
     last = trained.steps[-1]
-    assert last.ce == last.reuse == last.lag == last.window == last.eor == 0.0
+    assert last.terms["ce"] == last.terms["reuse"] == last.terms["lag"] == last.terms["window"] == last.eor == 0.0
     assert last.tokens == 64
     assert all(torch.isfinite(tensor).all() for tensor in trained.gates.values())

@@ -52,7 +52,7 @@ def step_gradients(model, micro: list[Batch], recipe: Recipe, step: int = 1):
             parameter.requires_grad_(True)
     loop = _Loop(model, gates, recipe)
     stats = loop.gradients(micro, step)
-    return stats, {name: master.grad.clone() for name, master in loop.masters.tensors.items()}
+    return {**stats.pop("terms"), **stats}, {name: master.grad.clone() for name, master in loop.masters.tensors.items()}
 
 
 def assert_same(first: dict, second: dict, **tolerance) -> None:

@@ -10,6 +10,6 @@ Cross entropy belongs to every objective and is added by the trainer with factor
 
 from types import ModuleType
 
-from remoe_cli.objectives import remoe
+from remoe_cli.objectives import remoe, resident_mass
 
-OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe}
+OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe, "resident-mass": resident_mass}

@@ -82,9 +82,14 @@ def reuse(logp_LNE: Tensor, choice_LNK: Tensor, segments: Segments, tokens: int 
     """Sum over documents of pairs * -log(rho + 1e-8), where rho, one for each document and layer, is the mean over
     t >= 2 of (1/K) sum of P_t over the experts that token t-1 executed, or any of the `tokens` before t (1: the paper).
     The choice is a constant; rho is at most 1/K, so the mean is at least log K."""
-    pair_N = segments.pairs(1)
+    return minus_log_mean(_recent_mass(logp_LNE, choice_LNK, segments, tokens), segments)
+
+
+def minus_log_mean(mass_LN: Tensor, segments: Segments) -> Tensor:
+    """Sum over documents of pairs * -log(rho + 1e-8), rho the mean of mass over a document's t >= 2. mass: [L, N - 1], from
+    the second slot on."""
     pairs_S = segments.length_S - 1
-    mass_LN = _recent_mass(logp_LNE, choice_LNK, segments, tokens) * pair_N
+    mass_LN = mass_LN * segments.pairs(1)
     total_LS = mass_LN.new_zeros(len(mass_LN), len(pairs_S))
     total_LS = total_LS.index_add(1, segments.document_N[1:].clamp_min(0), mass_LN) if len(pairs_S) else total_LS
     rho_LS = total_LS / pairs_S.clamp_min(1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 
 class StepStats(NamedTuple):
-    """One optimiser step, before its update. loss: the weighted sum; ce, trust, reuse, smooth, lag, window: unweighted
-    means in nats; eor: teacher-forced over the step's pairs; lr; grad_norm before clipping; tokens without padding;
+    """One optimiser step, before its update. loss: the weighted sum; terms: unweighted means in nats of the
+    objective's terms, cross entropy ("ce") first; eor: teacher-forced over the step's pairs; lr; grad_norm before clipping; tokens without padding;
     tokens_per_s of this step, data included; elapsed: seconds since the start of training."""
 
     step: int
     loss: float
-    ce: float
-    trust: float
-    reuse: float
-    smooth: float
-    lag: float
-    window: float
+    terms: dict[str, float]
     eor: float
     lr: float
     grad_norm: float
     tokens: int
     tokens_per_s: float
     elapsed: float
+
+    def row(self) -> dict[str, float]:
+        """Flat, as metrics.jsonl has it."""
+        row = self._asdict()
+        return {"step": row.pop("step"), "loss": row.pop("loss"), **row.pop("terms"), **row}
 
 
 @dataclass
@@ -129,7 +129,7 @@ def train(
                 now = time.perf_counter()
                 after = loop.state(step, micro[-1].next, now - start, proven=done.part("master"))
                 tokens = int(measured.pop("tokens"))
-                timing = {"tokens_per_s": tokens / (now - began), "elapsed": after.elapsed}
+                timing: dict[str, Any] = {"tokens_per_s": tokens / (now - began), "elapsed": after.elapsed}
                 trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, **timing, **measured))
                 if on_step:
                     on_step(trained.steps[-1])
@@ -213,7 +213,7 @@ class _Loop:
             tensors |= {f"{moment}/{name}": value.detach().clone() for moment, value in moments.items()}
         return State(step, position, elapsed, {**tensors, RANDOM: torch.get_rng_state()})
 
-    def gradients(self, micro: list[Batch], step: int) -> dict[str, float]:
+    def gradients(self, micro: list[Batch], step: int) -> dict[str, Any]:
         """Leaves the step's gradient in the masters; returns its loss, unweighted terms, eor, grad_norm and tokens."""
         self.masters.clear()
         segments = [Segments.of(batch.document_BT) for batch in micro]  # on the CPU: they decide shapes and weights
@@ -231,7 +231,7 @@ class _Loop:
         terms = dict(zip(scales, values, strict=True))
         loss = sum(scales[name] * value for name, value in terms.items())
         tokens = sum(int(part.length_S.sum()) for part in segments)
-        return {"loss": loss, **terms, "eor": eor, "grad_norm": grad_norm, "tokens": tokens}
+        return {"loss": loss, "terms": terms, "eor": eor, "grad_norm": grad_norm, "tokens": tokens}
 
     def update(self, step: int) -> float:
         """One optimiser step from the masters' gradients; returns its learning rate."""
@@ -271,7 +271,7 @@ class _Loop:
             shares.append(value.detach().double())
         loss.backward()
         self.masters.accumulate()
-        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["reuse"] or 1.0))
+        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["lag"] or 1.0))
         return torch.stack(shares)
 
     def _routing(self, routed: list[Routed]) -> Routing:
