@@ -281,6 +281,16 @@ def _one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
     return f"one of {', '.join(words)}", words.__contains__
 
 
+def _is_live(policy: str) -> bool:
+    from remoe_cli.cache import choose, live_policies
+    from remoe_cli.errors import CacheError
+
+    try:
+        return choose(policy).name in live_policies()
+    except CacheError:
+        return False
+
+
 # (what is allowed, whether a value is, the keys that it holds for)
 _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("at least 1", lambda n: n >= 1, (
@@ -305,6 +315,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("two numbers from 0 to below 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), ("train.betas",)),
     ("at least one number, each at least 1", lambda lags: bool(lags) and min(lags) >= 1, ("objective.lags",)),
     ("1 to 60 letters, digits or . _ - (first a letter or digit)", lambda s: bool(_NAME.fullmatch(s)), ("name",)),
+    (*_one_of("forced", "bypass"), ("objective.admission",)),
+    ("a cache policy that a decoder can use, such as lru or decayed:0.8", _is_live, ("objective.policy",)),
     (*_one_of("remoe", "resident-mass"), ("objective.name",)),
     (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
     (*_one_of("prefix", "chat", "raw"), ("data.format",)),

@@ -93,7 +93,7 @@ def test_any_text_survives_the_round_trip(tmp_path_factory, source):
         ("train.dtype=int8", "float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
         ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.reuse_tokens=0", "between 1 and 64"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
         ("objective.lags=12", "a list"), ("objective.lags=[1.5]", "a list"), ("objective.lags=[[1]]", "a list"), ("objective.lags=[.inf]", "a list"),
-        ("objective.trust=-1", "at least 0"), ("objective.reuse_warmup=2", "between 0 and 1"), ("data.format=xml", "prefix"), 
+        ("objective.trust=-1", "at least 0"), ("objective.policy=belady", "lru"), ("objective.admission=none", "bypass"), ("objective.reuse_warmup=2", "between 0 and 1"), ("data.format=xml", "prefix"), 
         ("name=../../esc", "letters"), ("name=", "letters"), ("name=" + "x" * 61, "letters"), ("name=[red]", "letters"), ("name=a/b", "letters"),
         ("train.lr=\x00", "not valid YAML"), ("train.lr=" + "[" * 3000, "not valid YAML"),
     ],
@@ -108,7 +108,7 @@ def test_bad_overrides_are_named(override, words):
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
-        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
+        "other", recipe.Objective("x", *[0.5] * 6, (3,), 2, 3, 0.5, 3, "lfu", "bypass", 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 5), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)
