@@ -9,6 +9,7 @@ from decode.rounds import Bar, interleave, number, percentile, ratio, Round, Spr
 from decode.setup import Setup
 
 SIZES = (7, 12, 24)
+GUESS = 2  # experts of the next layer that remoe's second row reads ahead
 USUAL_KB = 128  # read-ahead of most Linux machines
 FEW = 8  # tokens of a system that takes seconds for each
 GPU_LESS = {"accelerate": 2_700_000_000, "least": 2_050_000_000}
@@ -24,10 +25,15 @@ def peers(setup: Setup) -> dict[str, Any]:
     if setup.program and machine_kb is None:
         setup.notes.append("the read-ahead cannot be set here, so llama.cpp runs with the machine's own only")
     for capacity in SIZES:
-        enough = setup.limit(capacity)
+        enough = setup.limit(capacity + 1)
+        ahead = f"remoe --guess {GUESS}"
+        plain, guessing = _step(setup, capacity), {**_step(setup, capacity), "guess": GUESS}
         # what remoe really takes of that is what the others get
-        limit = setup.ours([_step(setup, capacity)], limit=enough)["peak_bytes"]
-        systems = {"remoe": lambda c=capacity, m=enough: setup.ours([_step(setup, c)], limit=m)}
+        limit = setup.ours([guessing], limit=enough)["peak_bytes"]
+        systems = {
+            "remoe": lambda step=plain, m=enough: setup.ours([step], limit=m),
+            ahead: lambda step=guessing, m=enough: setup.ours([step], limit=m),
+        }
         if machine_kb is not None:
             systems["llama usual"] = lambda m=limit: setup.llama(tokens=setup.tokens, limit=m, read_ahead_kb=USUAL_KB)
         if setup.program is not None:
@@ -36,13 +42,17 @@ def peers(setup: Setup) -> dict[str, Any]:
         raw[str(capacity)] = found
         rows += [_row(name, capacity, limit, found, setup) for name in systems]
         where = f"C = {capacity}, {limit / 1e9:.2f} GB"
-        if "llama usual" in systems:
-            against = f"llama.cpp mmap, read-ahead {USUAL_KB} KB"
-            bars.append(Bar(f"p50 against {against}", _faster(found, "llama usual", 0.5), 1.4, 1.8, note=where))
-            bars.append(Bar(f"p95 against {against}", _faster(found, "llama usual", 0.95), 2, 3, note=where))
-        if "llama machine" in systems:
-            against = f"llama.cpp mmap, read-ahead {machine_kb} KB (as the machine is)"
-            bars.append(Bar(f"p50 against {against}", _faster(found, "llama machine", 0.5), 8, 12, note=where))
+        for ours in ("remoe", ahead):
+            note = where if ours == "remoe" else f"{where}, {ours.removeprefix('remoe ')}"
+            if "llama usual" in systems:
+                against = f"llama.cpp mmap, read-ahead {USUAL_KB} KB"
+                bars.append(
+                    Bar(f"p50 against {against}", _faster(found, ours, "llama usual", 0.5), 1.4, 1.8, note=note)
+                )
+                bars.append(Bar(f"p95 against {against}", _faster(found, ours, "llama usual", 0.95), 2, 3, note=note))
+            if "llama machine" in systems:
+                against = f"llama.cpp mmap, read-ahead {machine_kb} KB (as the machine is)"
+                bars.append(Bar(f"p50 against {against}", _faster(found, ours, "llama machine", 0.5), 8, 12, note=note))
     return {"bars": bars, "rows": rows, "rounds": raw, "machine_read_ahead_kb": machine_kb}
 
 
@@ -67,7 +77,9 @@ def accelerate(setup: Setup) -> dict[str, Any]:
     bars = []
     if not any(one["accelerate"].get("killed") for one in found):
         note = f"C = {large}, {enough / 1e9:.2f} GB"
-        bars.append(Bar("p50 against accelerate disk offload", _faster(found, "accelerate", 0.5), 6, 10, note=note))
+        bars.append(
+            Bar("p50 against accelerate disk offload", _faster(found, "remoe", "accelerate", 0.5), 6, 10, note=note)
+        )
     small = setup.ours([_step(setup, setup.geometry.top_k)], limit=least)
     theirs = setup.accelerate(tokens=few, limit=least, disk="experts")
     ran = spread([percentile(steady(small["itl_s"]), 0.5) * 1e3])
@@ -117,9 +129,9 @@ def _p50(result: dict) -> float:
     return percentile(steady(result["itl_s"]), 0.5)
 
 
-def _faster(found: list[Round], peer: str, share: float) -> Spread:
-    """How many times faster remoe is."""
-    return ratio(found, *(lambda one, s=s: percentile(steady(one[s]["itl_s"]), share) for s in (peer, "remoe")))
+def _faster(found: list[Round], ours: str, peer: str, share: float) -> Spread:
+    """How many times faster ours is."""
+    return ratio(found, *(lambda one, s=s: percentile(steady(one[s]["itl_s"]), share) for s in (peer, ours)))
 
 
 def _row(name: str, capacity: int, limit: int | None, found: list[Round], setup: Setup) -> dict[str, Any]:

@@ -10,15 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decode.demo import ARMS, CAPACITY
+from decode.peers import GUESS
 from decode.rounds import percentile, steady
 
 NAMES = {
     "remoe": "remoe",
+    f"remoe --guess {GUESS}": f"remoe, reading {GUESS} experts ahead",
     "llama usual": "llama.cpp, 128 KB read-ahead",
     "llama machine": "llama.cpp, read-ahead as it is",
 }
 COLOURS = {
     "remoe": "#1b6ca8",
+    f"remoe --guess {GUESS}": "#6fb1d9",
     "llama usual": "#c98b2b",
     "llama machine": "#a33b3b",
     "base": "#8a8a8a",
@@ -85,8 +88,9 @@ def _peers(axes: Axes, part: dict[str, Any]) -> None:
             middles.append(median(rounds))
             lows.append(middles[-1] - min(rounds))
             highs.append(max(rounds) - middles[-1])
-        at = [index + 0.27 * (place - (len(names) - 1) / 2) for index in range(len(sizes))]
-        axes.bar(at, middles, 0.25, yerr=(lows, highs), color=COLOURS[name], label=NAMES[name], capsize=2)
+        width = 0.8 / len(names)
+        at = [index + width * (place - (len(names) - 1) / 2) for index in range(len(sizes))]
+        axes.bar(at, middles, 0.92 * width, yerr=(lows, highs), color=COLOURS[name], label=NAMES[name], capsize=2)
         for x, y, more in zip(at, middles, highs):
             axes.text(x, 1.08 * (y + more), f"{y:.0f}", ha="center", va="bottom", fontsize=8)
     axes.set_yscale("log")

@@ -18,7 +18,7 @@ from remoe_cli.cache import ExpertCache
 from remoe_cli.cache.together import touch_order
 from remoe_cli.families import Gate, probabilities
 from remoe_cli.families.experts import ExpertLayer, recorded_order
-from remoe_cli.offload.compute import run_expert
+from remoe_cli.offload.compute import Parts, run_expert, SingleToken
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.readers import Load
 from remoe_cli.offload.slots import SlotPool
@@ -87,7 +87,9 @@ class ExpertBlock:
         self._strays = strays
         self.next: ExpertBlock | None = None
         self.guess = 0
+        self._single = SingleToken(layer.module) if SingleToken.serves(layer.module) else None
         self._slots: dict[int, int] = {}
+        self._parts: dict[int, Parts] = {}  # of the experts in slots, as far as they have run
         self._coming: dict[int, Load] = {}  # begun, not yet waited for
         self._waiting: deque[int] = deque()  # not begun, for want of a free slot
         self._guesses: dict[int, Load] = {}
@@ -110,6 +112,7 @@ class ExpertBlock:
         if cache is not None:
             self.cache = cache
             self._slots.clear()
+            self._parts.clear()
         self._ledger, self._through = ledger, through
         self._keeps_probabilities = keep_probabilities or "probabilities" in self.cache.policy.needs
         self.experts: list[np.ndarray] = []
@@ -221,8 +224,7 @@ class ExpertBlock:
         plan = _Plan(self._choice_NK, x_NH.device)
         out_RH = x_NH.new_empty(plan.n_rows, x_NH.shape[-1])
         here = [expert for expert in self._touched if expert in self._slots and expert not in self._coming]
-        for expert in here:
-            self._compute(expert, plan, x_NH, out_RH)
+        self._compute(here, plan, x_NH, out_RH)
         while self._coming or self._waiting:
             if not self._coming:
                 if not len(self._strays):
@@ -231,28 +233,40 @@ class ExpertBlock:
                 self._strays.sweep(wait=True)
                 self._feed()
                 continue
-            landed = (expert for expert, load in self._coming.items() if load.finished)
-            expert = next(landed, next(iter(self._coming)))
+            landed = [expert for expert, load in self._coming.items() if load.finished] or [next(iter(self._coming))]
             self._to("wait")
-            self._tiers.wait(self._coming[expert])
-            del self._coming[expert]
+            for expert in landed:
+                self._tiers.wait(self._coming.pop(expert))
             self._to("experts")
-            self._compute(expert, plan, x_NH, out_RH)
+            self._compute(landed, plan, x_NH, out_RH)
         done = plan.total(out_RH, index_NK, weight_NK)
         self._strays.sweep()
         self._to("dense")
         return done
 
-    def _compute(self, expert: int, plan: "_Plan", x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
-        parts = self._layout.tensors(self._pool.rows[self._slots[expert]], self._index, expert)
-        tokens, rows = plan.of(expert)
-        out_RH[rows] = run_expert(self._experts, parts, x_NH if tokens is None else x_NH[tokens])
-        if expert in self._leaving:
-            self._release([expert])
+    def _compute(self, experts: list[int], plan: "_Plan", x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        for expert in experts:
+            if expert not in self._parts:
+                row = self._pool.rows[self._slots[expert]]
+                self._parts[expert] = self._layout.tensors(row, self._index, expert)
+        if not experts:
+            return
+        if self._single is not None and len(x_NH) == 1:
+            rows = [out_RH[plan.of(expert)[1]][0] for expert in experts]
+            self._single.run([self._parts[expert] for expert in experts], x_NH[0], rows)
+        else:
+            for expert in experts:
+                tokens, rows = plan.of(expert)
+                x_MH = x_NH if tokens is None else x_NH[tokens]
+                out_RH[rows] = run_expert(self._experts, self._parts[expert], x_MH)
+        left = [expert for expert in experts if expert in self._leaving]
+        if left:
+            self._release(left)
             self._feed()
 
     def _release(self, experts: list[int]) -> None:
         for expert in experts:
+            self._parts.pop(expert, None)
             self._pool.release(self._slots.pop(expert))
 
 
@@ -290,6 +304,11 @@ class _Plan:
         """[N, H]; a choice at a time, so that no more than one is held in the weights' wider dtype."""
         out_NKH = out_RH.view(self._n_tokens, self._top_k, -1)
         weight_NK1 = weight_NK.gather(-1, index_NK.argsort(-1))[..., None]
+        if self._n_tokens == 1:
+            first, *others = (out_NKH[0] * weight_NK1[0]).to(out_RH.dtype).unbind()
+            for other in others:
+                first += other
+            return first[None]
         total_NH = (out_NKH[:, 0] * weight_NK1[:, 0]).to(out_RH.dtype)
         for k in range(1, self._top_k):
             total_NH += (out_NKH[:, k] * weight_NK1[:, k]).to(out_RH.dtype)

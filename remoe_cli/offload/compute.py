@@ -3,7 +3,7 @@
 Shape letters: M rows, H hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -93,6 +93,41 @@ def run_expert(module: Any, parts: Parts, x_MH: torch.Tensor) -> torch.Tensor:
     hidden = _project(module, parts, "gate_up_proj" if module.has_gate else "up_proj", x_MH)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     return _project(module, parts, "down_proj", hidden)[:n_rows]
+
+
+class SingleToken:
+    """The experts of one token, of a module whose projections are plain weights: products go straight to their rows, and
+    the activations of all experts at hand are computed at once. The same arithmetic as `run_expert`, whatever is at hand."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._into = "gate_up_proj" if module.has_gate else "up_proj"
+
+    @staticmethod
+    def serves(module: Any) -> bool:
+        return not module.is_transposed and not module.has_bias
+
+    def run(self, experts: Sequence[Parts], x_H: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """rows: [H] an expert, filled with what it puts out."""
+        width = sum(len(piece) for piece in experts[0][self._into])
+        inner_GI = x_H.new_empty(len(experts), width)
+        with without_onednn(x_H):
+            for parts, inner_I in zip(experts, inner_GI.unbind(), strict=True):
+                _products(parts[self._into], x_H, inner_I)
+            module = self._module
+            act_GI = module._apply_gate(inner_GI) if module.has_gate else module.act_fn(inner_GI)
+            for parts, act_I, row in zip(experts, act_GI.unbind(), rows, strict=True):
+                _products(parts["down_proj"], act_I, row)
+
+
+def _products(pieces: Sequence[torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
+    if len(pieces) == 1:
+        torch.mv(pieces[0], x, out=out)
+        return
+    start = 0
+    for piece in pieces:
+        torch.mv(piece, x, out=out[start : start + len(piece)])
+        start += len(piece)
 
 
 def _rounded(n_rows: int) -> int:
