@@ -11,7 +11,7 @@ from tiny_models import EXPERTS
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import ExpertStore, IoCount, OffloadedDecoder, Settings
 from remoe_cli.offload.block import ExpertBlock
-from remoe_cli.offload.compute import run_expert
+from remoe_cli.offload.compute import SingleToken
 from remoe_cli.offload.readers import Load, Readers
 from remoe_cli.offload.tiers import _RamTier, Tiers
 
@@ -38,12 +38,13 @@ def test_resident_experts_run_while_the_others_are_read(folders, monkeypatch):
 
     def run(*args):
         ran.set()
-        return run_expert(*args)
+        RUN(*args)
 
+    RUN = SingleToken.run
     BEGIN = ExpertBlock._begin
     monkeypatch.setattr(ExpertStore, "read", read)
     monkeypatch.setattr(ExpertBlock, "_begin", begin)
-    monkeypatch.setattr("remoe_cli.offload.block.run_expert", run)
+    monkeypatch.setattr(SingleToken, "run", run)
     with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe")), 3) as decoder:
         decoder.decode(PROMPT, NEW)
     assert sum(beside) > 5 and not late
