@@ -28,11 +28,14 @@ class Objective:
     Defaults: ReMoE (arXiv 2605.27081). window_tokens is not published there; 16 is ours, and so are scale and
     reuse_tokens (1 = paper): the experts of how many tokens before count for reuse.
     "resident-mass" has resident*L_Resident in the place of reuse*L_Reuse: mass on what a cache of `cache` slots a layer,
-    with this policy and admission, holds.
+    with this policy and admission, holds; "soft-misses" has misses*L_Misses: the choices outside that cache, each expert
+    counted by a sigmoid of width misses_tau nats around the K-th rank.
+    target: "text": CE is cross entropy; "base": it is KL to the base's own next-token distribution.
     reuse_warmup, consistency_warmup: fractions of the run until a_r, a_l reach 1.
     """
 
     name: str = "remoe"
+    target: str = "text"
     trust: float = 0.45
     reuse: float = 0.2
     smooth: float = 0.05
@@ -43,6 +46,8 @@ class Objective:
     window_tokens: int = 16
     reuse_tokens: int = 1
     resident: float = 0.2
+    misses: float = 0.3
+    misses_tau: float = 0.25
     cache: int = 12
     policy: str = "lru"
     admission: str = "forced"
@@ -302,22 +307,23 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("between 1 and 64", lambda n: 1 <= n <= 64, ("objective.reuse_tokens",)),
     ("between 1 and 65536", lambda n: 1 <= n <= 2**16, ("train.micro_batch", "train.accumulation")),
     ("between 0 and 4294967295", lambda n: 0 <= n < 2**32, ("train.seed",)),
-    ("above 0", lambda x: x > 0, ("train.clip",)),
+    ("above 0", lambda x: x > 0, ("train.clip", "objective.misses_tau")),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, ("train.lr",)),
     ("between 0 and 1", lambda x: 0 <= x <= 1, (
         "train.lr_warmup", "train.lr_decay", "train.weight_decay", "objective.reuse_warmup",
         "objective.consistency_warmup",
     )),
     ("at least 0", lambda x: x >= 0, (
-        "objective.trust", "objective.reuse", "objective.resident", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
+        "objective.trust", "objective.reuse", "objective.resident", "objective.misses", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
         "train.save_seconds",
     )),
     ("two numbers from 0 to below 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), ("train.betas",)),
     ("at least one number, each at least 1", lambda lags: bool(lags) and min(lags) >= 1, ("objective.lags",)),
     ("1 to 60 letters, digits or . _ - (first a letter or digit)", lambda s: bool(_NAME.fullmatch(s)), ("name",)),
+    (*_one_of("text", "base"), ("objective.target",)),
     (*_one_of("forced", "bypass"), ("objective.admission",)),
     ("a cache policy that a decoder can use, such as lru or decayed:0.8", _is_live, ("objective.policy",)),
-    (*_one_of("remoe", "resident-mass"), ("objective.name",)),
+    (*_one_of("remoe", "resident-mass", "soft-misses"), ("objective.name",)),
     (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
     (*_one_of("prefix", "chat", "raw"), ("data.format",)),
     (*_one_of("all", "answers"), ("data.labels",)),

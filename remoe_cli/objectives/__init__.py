@@ -5,11 +5,11 @@ An objective is a module with these three functions (`remoe` is the model to cop
 - `terms(settings) -> {term: function(routing, segments) -> sum}`: each sum divided by its weight is the term's mean;
   sums and weights of micro-batches add up, so that splitting a batch changes nothing.
 - `scales(settings, step, steps) -> {term: factor}`: the factor of each term's mean in the loss at this step.
-Cross entropy belongs to every objective and is added by the trainer with factor 1.
+Cross entropy (or, with `target: base`, distillation) belongs to every objective and is added by the trainer with factor 1.
 """
 
 from types import ModuleType
 
-from remoe_cli.objectives import remoe, resident_mass
+from remoe_cli.objectives import remoe, resident_mass, soft_misses
 
-OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe, "resident-mass": resident_mass}
+OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe, "resident-mass": resident_mass, "soft-misses": soft_misses}

@@ -72,6 +72,16 @@ def cross_entropy(logits_BTV: Tensor, ids_BT: Tensor, segments: Segments, learne
     return F.cross_entropy(logits_BTV.flatten(0, 1)[:-1].to(dtype), target_N, ignore_index=-100, reduction="sum")
 
 
+def distillation(logits_BTV: Tensor, base_BTV: Tensor, segments: Segments, learned_BT: Tensor | None = None) -> Tensor:
+    """Sum of KL(base || model) over the next-token distributions whose tokens `cross_entropy` counts. On texts that the base
+    wrote, both have the same mean gradient; this one does not depend on which token was drawn."""
+    dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
+    target_N = _targets(segments, learned_BT)
+    logp_MV = F.log_softmax(logits_BTV.flatten(0, 1)[:-1][target_N].to(dtype), -1)
+    base_MV = F.log_softmax(base_BTV.flatten(0, 1)[:-1][target_N].to(dtype), -1)
+    return F.kl_div(logp_MV, base_MV, reduction="sum", log_target=True)
+
+
 def trust(logp_LNE: Tensor, reference_LNE: Tensor, segments: Segments) -> Tensor:
     """Sum over tokens of KL(P || Pref). No gradient reaches the reference."""
     divergence_LN = (logp_LNE.exp() * (logp_LNE - reference_LNE.detach())).sum(-1)

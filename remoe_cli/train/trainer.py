@@ -26,11 +26,12 @@ from remoe_cli.errors import DataError, RemoeError, TrainingError
 from remoe_cli.families import FAMILIES, Gate, RouterTap
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives import OBJECTIVES
-from remoe_cli.objectives.remoe import cross_entropy, log_probabilities, overlap, ramp, Routing, Segments
+from remoe_cli.objectives.remoe import cross_entropy, distillation, log_probabilities, overlap, ramp, Routing, Segments
 from remoe_cli.recipe import Recipe, Train
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
 from remoe_cli.train.state import RANDOM, State
+from remoe_cli.train.teacher import Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -186,7 +187,9 @@ class _Loop:
         self.model, self.gates, self.recipe = model, gates, recipe
         self.objective = OBJECTIVES[recipe.objective.name]
         self.terms = self.objective.terms(recipe.objective)
-        self.masters = Masters({name: parameter for gate in gates for name, parameter in gate.parameters.items()})
+        parameters = {name: parameter for gate in gates for name, parameter in gate.parameters.items()}
+        self.masters = Masters(parameters)
+        self.teacher = Teacher(model, parameters) if recipe.objective.target == "base" else None
         base = self.masters.snapshot()
         self.base = [tuple(base[name] for name in gate.names) for gate in gates]
         self.optimiser = _optimiser(list(self.masters.tensors.values()), recipe.train)
@@ -222,7 +225,9 @@ class _Loop:
             for batch, part in zip(micro, segments, strict=True)
         ]
         weights = {name: sum(part[name] for part in parts) for name in parts[0]}
-        scales = {"ce": 1.0, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
+        held = {"ce": 1.0} if self.teacher is None else {"ce": 0.0, "distillation": 1.0}
+        weights["distillation"] = weights["ce"]
+        scales = {**held, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
         measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
         for batch, part in zip(micro, segments, strict=True):
             measured += self._backward(batch, part, weights, scales)
@@ -255,6 +260,7 @@ class _Loop:
         inputs = model_inputs(self.model, batch, segments)
         segments = segments.to(self.model.device)
         learned_BT = None if batch.learned_BT is None else batch.learned_BT.to(self.model.device)
+        base_BTV = self.teacher.logits(inputs) if self.teacher else None
         with RouterTap(self.gates) as tap:
             logits_BTV = self.model(**inputs).logits
             routing = self._routing(tap.take())
@@ -264,6 +270,8 @@ class _Loop:
             with torch.set_grad_enabled(scale != 0):  # a term of scale 0 is only reported
                 if name == "ce":
                     value = cross_entropy(logits_BTV, inputs["input_ids"], segments, learned_BT)
+                elif base_BTV is not None and name == "distillation":
+                    value = distillation(logits_BTV, base_BTV, segments, learned_BT)
                 else:
                     value = self.terms[name](routing, segments)
                 value = value / (weights[name] or 1.0)  # nothing to average: the sum is 0 too
