@@ -92,6 +92,7 @@ class Data:
     own_samples: int = 1_000
     own_prompt_tokens: int = 32
     own_tokens: int = 224
+    own_beside: int = 0
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,7 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
         "data.own_prompt_tokens", "data.own_tokens", "objective.window_tokens", "objective.cache", "evaluate.rows",
         "evaluate.requests", "evaluate.prompt_tokens", "evaluate.new_tokens", "evaluate.measured",
     )),
+    ("at least 0", lambda n: n >= 0, ("data.own_beside",)),
     ("between 2 and 1048576", lambda n: 2 <= n <= 2**20, ("train.sequence",)),
     ("between 1 and 64", lambda n: 1 <= n <= 64, ("objective.reuse_tokens",)),
     ("between 1 and 65536", lambda n: 1 <= n <= 2**16, ("train.micro_batch", "train.accumulation")),

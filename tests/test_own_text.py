@@ -92,3 +92,14 @@ def test_the_command(remoe, model, texts):
     refused(remoe(*asked, "--data", "self:nowhere.jsonl"), "nowhere.jsonl")
     refused(remoe(*asked, "--data", "selfies.jsonl"), "selfies.jsonl")
     assert remoe("eval", "one", "--cache", "2").code == 0
+
+
+def test_stretches_of_the_texts_are_mixed_in(tmp_path):
+    own = written(tmp_path / "a")
+    mixed = written(tmp_path / "a", data=replace(DATA, own_beside=6))
+    beside = [(0, 0), (1, 0), (2, 0), (3, 0), (0, 45), (3, 45)]
+    added = [Document(TEXTS[d].ids[at : at + 45]) for d, at in beside]
+    key = str
+    assert sorted(mixed, key=key) == sorted([*own, *added], key=key) and mixed != [*own, *added]
+    assert mixed == written(tmp_path / "a", data=replace(DATA, own_beside=6))
+    assert mixed != written(tmp_path / "a", data=replace(DATA, own_beside=6), seed=1)

@@ -5,6 +5,7 @@ are stretches of the training texts; the held-out texts stay true ones.
 """
 
 import json
+import random
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -29,8 +30,9 @@ def own_documents(
 ) -> list[Document]:
     """data.own_samples documents of data.own_prompt_tokens prompt tokens and up to data.own_tokens sampled ones
     (temperature 1, the whole distribution, up to the end token). learned: the sampled tokens, when data.labels is
-    "answers". Written to `path` whole, and read from there the next time. Raises DataError when no text is long enough
-    for a prompt.
+    "answers". Written to `path` whole, and read from there the next time. With data.own_beside, as many stretches of the
+    given texts as that, of the same length, are mixed in, in an order drawn by the seed. Raises DataError when no text is
+    long enough for a prompt.
     """
     if not path.is_file():
         prompts = _prompts(texts, data)
@@ -44,7 +46,17 @@ def own_documents(
         lines = [json.dumps({"ids": one, "prompt": data.own_prompt_tokens}) for one in ids]
         atomic.write(path, "\n".join(lines) + "\n")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Document(row["ids"], _learned(row) if data.labels == "answers" else None) for row in rows]
+    own = [Document(row["ids"], _learned(row) if data.labels == "answers" else None) for row in rows]
+    if data.own_beside:
+        own += _beside(texts, data)
+        random.Random(seed).shuffle(own)
+    return own
+
+
+def _beside(texts: Any, data: Data) -> list[Document]:
+    documents = [document.ids for document in islice(texts, data.own_beside)]
+    found = stretches(documents, data.own_prompt_tokens + data.own_tokens)
+    return [Document(ids) for ids in islice(found, data.own_beside)]
 
 
 def _prompts(texts: Any, data: Data) -> list[list[int]]:
