@@ -49,7 +49,7 @@ def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     from remoe_cli.families import family_of
-    from remoe_cli.families.loader import gate_disk_names, quiet
+    from remoe_cli.families.loader import disk_names, quiet
 
     found = find_delta(delta)
     checkpoint = resolve(base)
@@ -58,5 +58,5 @@ def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, **{"dtype": "auto", **kwargs})
     if not already:
-        put(model, gates_for(gate_disk_names(model, checkpoint), found))
+        put(model, gates_for(disk_names(model, checkpoint), found))
     return model.eval()

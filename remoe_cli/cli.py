@@ -8,10 +8,11 @@ from typing import Annotated, Optional
 import typer
 
 from remoe_cli import __version__
-from remoe_cli.cli_decode import decode, Floor, Guess, Io, Pack, Ram, Readers, Threads
+from remoe_cli.cli_decode import decode, Floor, Guess, Io, Pack, Ram, Readers, Reroute, Threads
 from remoe_cli.cli_pack import pack
 from remoe_cli.cli_replay import replay
 from remoe_cli.cli_reroute import reroute
+from remoe_cli.cli_sweep import sweep
 from remoe_cli.cli_trace import trace
 from remoe_cli.errors import CacheError, UsageError
 
@@ -58,6 +59,18 @@ def finetune(
     ] = None,
     steps: Annotated[Optional[int], typer.Option(help="Optimiser steps; warm-ups scale with them.")] = None,  # noqa: UP045
     out: Annotated[Optional[Path], typer.Option(help="Run folder; by default runs/<time>-<model>-<recipe>.")] = None,  # noqa: UP045
+    max_ppl: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="+X%", help="Steer the locality terms so that held-out perplexity ends so far from the base's."
+        ),
+    ] = None,
+    ce_only: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="RUN", help="With --max-ppl: the CE-only run to tell drift by; by default one under runs/."
+        ),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of the recipe; repeatable.")
     ] = None,
@@ -79,8 +92,8 @@ def finetune(
     note("Loading torch and transformers")
     from remoe_cli import finetune as verb
 
-    asked = verb.Asked(recipe, data, steps, tuple(set_ or ()))
-    done = verb.finetune(model, asked, out=out, device=device, resume=resume)
+    asked = verb.Asked(recipe, data, steps, tuple(set_ or ()), max_ppl)
+    done = verb.finetune(model, asked, out=out, device=device, resume=resume, ce_only=ce_only)
     if as_json:
         print_data(json.dumps(verb.as_json(done)))
     else:
@@ -112,6 +125,7 @@ def evaluate(
     measure: Annotated[bool, typer.Option(help="Time the offloaded decoder as well.")] = True,
     ram: Ram = None,
     guess: Guess = 0,
+    reroute: Reroute = None,
     throttle: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
@@ -123,6 +137,9 @@ def evaluate(
     pack: Pack = None,
     floor: Floor = False,
     threads: Threads = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw usage.png and layers.png into the run: how far routing concentrates.")
+    ] = False,
     fail_on_regress: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
@@ -155,9 +172,10 @@ def evaluate(
         base=base,
         overrides=set_ or [],
         measure=measure,
-        measuring=Measuring(ram, guess, throttle, readers, io, pack, floor),
+        measuring=Measuring(ram, guess, throttle, readers, io, pack, floor, reroute),
         threads=threads,
         device=device,
+        plot=plot,
     )
     print_data(json.dumps(report) if as_json else terminal(report))
     where = shlex.quote(report["run"])
@@ -247,6 +265,7 @@ app.command()(pack)
 app.add_typer(trace, name="trace")
 app.command()(replay)
 app.command()(reroute)
+app.command()(sweep)
 
 
 @app.command()

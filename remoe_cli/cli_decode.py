@@ -35,6 +35,14 @@ Floor = Annotated[
         "--floor", help="Load the same experts again, without computing: the floor of the time.", rich_help_panel=_RUN
     ),
 ]
+Reroute = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="METHOD:STRENGTH",
+        help="Bend each new token's choice of experts towards those in the cache, such as cache-prior:0.1 (see remoe reroute). It changes what is said.",
+        rich_help_panel=_CACHE,
+    ),
+]
 Threads = Annotated[Optional[int], typer.Option(help="Compute threads.", rich_help_panel=_RUN)]  # noqa: UP045
 
 
@@ -100,6 +108,7 @@ def decode(
             rich_help_panel=_CACHE,
         ),
     ] = "cold",
+    reroute: Reroute = None,
     batch: Annotated[
         str, typer.Option(metavar="B[,B...]", help="Prompts decoded together.", rich_help_panel=_TEXTS)
     ] = "1",
@@ -117,6 +126,20 @@ def decode(
     io: Io = "direct",
     pack: Pack = None,
     floor: Floor = False,
+    forced: Annotated[
+        bool,
+        typer.Option(
+            "--forced", help="Go on with the texts' own tokens, for their perplexity.", rich_help_panel=_CHOICE
+        ),
+    ] = False,
+    beside_base: Annotated[
+        bool,
+        typer.Option(
+            "--beside-base",
+            help="Beside each row one of the base's gates and LRU with as many slots in all, staging included.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     threads: Threads = None,
     device: Annotated[
         Optional[str],  # noqa: UP045
@@ -142,7 +165,7 @@ def decode(
         cache, delta=delta, prompt=prompt, prompts=prompts, requests=requests, context=context, tokens=tokens,
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, policy=policy, admission=admission, warm=warm, ram=ram,
         guess=guess, batch=batch, throttle=throttle, readers=readers, io=io, pack=pack, floor=floor, threads=threads,
-        device=device,
+        device=device, reroute=reroute, forced=forced, beside_base=beside_base,
     )  # fmt: skip
     done = verb.decode(model, asked)
     print_data(json.dumps(done) if as_json else summary(done))

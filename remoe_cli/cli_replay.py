@@ -25,6 +25,12 @@ def replay(
         typer.Option(metavar="TRACE", help="Slots of each layer, fitted on this trace, in place of the same for all."),
     ] = None,
     fit: Annotated[Optional[Path], typer.Option(metavar="TRACE", help="The trace that `static` is fitted on.")] = None,  # noqa: UP045
+    tune: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(
+            metavar="TRACE", help="Parameters that are not given, where a policy has a grid: the best on this trace."
+        ),
+    ] = None,
     against: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(metavar="TRACE", help="The base's trace: shown beside, and the gap is measured on it."),
@@ -90,6 +96,7 @@ def replay(
         sessions=sessions,
         budgets=budgets,
         fit=fit,
+        tune=tune,
         against=against,
         estimate=estimate,
         expert_bytes=expert_bytes,

@@ -53,7 +53,11 @@ def record(
     ] = None,
     new_tokens: Annotated[Optional[int], typer.Option(help="Decode steps of each request, as the recipe.")] = None,  # noqa: UP045
     probabilities: Annotated[
-        bool, typer.Option("--probabilities", help="Record each router's probabilities too; some policies need them.")
+        bool,
+        typer.Option(
+            "--probabilities",
+            help="Record each router's probabilities too, which some policies need; with heads they always are.",
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(help="Another one draws other texts; 0 takes those of `remoe eval`.")] = 0,
     device: Annotated[

@@ -8,33 +8,51 @@ from math import lcm
 from time import monotonic
 from typing import Any, NamedTuple
 
+import torch
+
 from remoe_cli import __version__
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import choose, live_policies
+from remoe_cli.cache.reroute import Rule
 from remoe_cli.console import note, progress
-from remoe_cli.delta import gates_for
+from remoe_cli.delta import gates_for, heads_for
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, DataError, instead, UsageError
-from remoe_cli.families import family_of
+from remoe_cli.families import family_of, Heads
+from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.decode_options import Asked, check_for_model, fitted, Plan, plan_of, PROMPT, shorter_of
-from remoe_cli.measure.decoded import figures
+from remoe_cli.measure.decode_options import (
+    Asked,
+    check_for_model,
+    check_heads,
+    fitted,
+    Plan,
+    plan_of,
+    PROMPT,
+    rule_of,
+    shorter_of,
+)
+from remoe_cli.measure.decoded import figures, nll
 from remoe_cli.measure.prompts import default_recipe, lay_out, load_in_order
 from remoe_cli.offload import DecodedBatch, Floor, OffloadedDecoder
 from remoe_cli.offload.compute import compute_threads
+from remoe_cli.report.metrics import ratio
 from remoe_cli.sizes import show_size
 from remoe_cli.train.data import load_tokenizer
+
+Change = tuple[dict[str, torch.Tensor], Heads | None]  # gates by in-memory name, and heads
 
 FORMAT = 1
 _WARM_UP = 2  # tokens of prompt: enough for first calls to allocate, few enough to touch few experts
 
 
 class _Prompts(NamedTuple):
-    """ids: of each request. rows: of the source, from 1 on, in which they begin, None for --prompt. source: for display.
+    """ids: of each request. forced: how their texts go on, with --forced. rows: of the source, from 1 on, in which they begin, None for --prompt. source: for display.
     notes: what is not as it was asked for."""
 
     ids: list[list[int]]
+    forced: list[list[int]] | None
     rows: list[int] | None
     source: str
     notes: list[str]
@@ -45,6 +63,10 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
 
     Raises RemoeError for every mistake, most of them before anything is loaded.
     """
+
+    def again(**changes: Any) -> str:
+        return asked.command(model, **changes)
+
     with instead(asked.command(model, policy=None)):
         check_live(asked.policy)
     plan = plan_of(asked, model)
@@ -56,30 +78,29 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     family_of(found.config, model)
     check_for_model(plan, found.config["num_experts_per_tok"], asked, model)
     room = _room(found.config, plan, asked, model)
-    checkpoint = resolve(found)
     change = find_delta(asked.delta) if asked.delta is not None else None
-    if change is not None and change.is_applied(checkpoint):
-        change = None
+    check_heads(asked.policy, {name.rpartition(".")[2] for name in change.heads} if change is not None else (), again)
+    checkpoint = resolve(found)
+    layer = experts_on_disk(checkpoint)[0]
+    rule = rule_of(asked.reroute, layer.top_k, layer.n_experts, again)
     tokenizer = load_tokenizer(checkpoint)
     prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
     longest = max(map(len, prompts.ids)) + max(plan.tokens)
     threads = compute_threads(asked.threads)
-
-    def again(**changes: Any) -> str:
-        return asked.command(model, **changes)
-
     with fitted(again, plan.capacities, shorter_of(plan, longest)), instead(again(ram=None), UsageError):
         decoder = OffloadedDecoder(
             checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=threads,
             settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
         )  # fmt: skip
     with decoder:
+        tuned: Change = {}, None
         if change is not None:
-            decoder.apply_gates(gates_for(decoder.disk_names, change))
+            gates = {} if change.is_applied(checkpoint) else gates_for(decoder.disk_names, change)
+            tuned = gates, heads_for(change, decoder.disk_names, decoder.gates)
         notes = [*prompts.notes, *_taken(decoder, plan)]
         for sentence in notes:
             note(f"Note: {sentence}")
-        rows = list(_rows(decoder, plan, asked, prompts.ids, tokenizer))
+        rows = list(_rows(decoder, plan, asked, tuned, rule, prompts, tokenizer))
         known = versions()
         return {
             "format": FORMAT,
@@ -115,39 +136,76 @@ def check_live(policy: str) -> None:
         )
 
 
+class _Run(NamedTuple):
+    """One row's settings. tuned: with the delta's gates and heads."""
+
+    capacity: int
+    policy: str
+    admission: str
+    reroute: str | None
+    tuned: bool
+
+
 def _rows(
-    decoder: OffloadedDecoder, plan: Plan, asked: Asked, prompts: list[list[int]], tokenizer: Any
-) -> Iterator[dict[str, Any]]:
-    """One row a combination: throttle by throttle, then batch, tokens, cache."""
+    decoder: OffloadedDecoder, plan: Plan, asked: Asked, change: Change, rule: Rule | None, prompts: _Prompts, tokenizer: Any
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """One row a combination: throttle by throttle, then batch, tokens, cache; with --beside-base two."""
     capacities = list(dict.fromkeys(min(capacity, decoder.n_experts) for capacity in plan.capacities))
     combinations = list(product(plan.throttles, plan.batches, plan.tokens, capacities))
-    if len(combinations) > 1:
-        decoder.decode(prompts[0][:_WARM_UP], 2)
-    jobs = len(prompts) * len(combinations)
-    total = len(prompts) * sum(n_new for _, _, n_new, _ in combinations)
+    runs = len(combinations) * (2 if asked.beside_base else 1)
+    if runs > 1:
+        decoder.configure(capacities[-1], batch=max(plan.batches))
+        decoder.decode(prompts.ids[0][:_WARM_UP], 2)
     tokens, begin = 0, monotonic()
-    with progress("decode", total) if jobs > 1 else nullcontext() as bar:
+
+    def decoded(run: _Run, throttle: float | None, batch: int, n_new: int) -> dict[str, Any]:
+        nonlocal tokens
+        decoder.apply_gates(*(change if run.tuned else ({}, None)))
+        decoder.configure(
+            run.capacity, run.policy, admission=run.admission, batch=batch, reroute=rule if run.reroute else None,
+            settings=replace(decoder.settings, throttle=throttle),
+        )  # fmt: skip
+        done: list[DecodedBatch] = []
+        floors: list[Floor] = []
+        ids: list[list[int]] = []
+        losses: list[torch.Tensor] = []
+        for at in range(0, len(prompts.ids), batch):
+            forced = prompts.forced and prompts.forced[at : at + batch]
+            one = decoder.decode_batch(
+                prompts.ids[at : at + batch], n_new, forced=forced, sampling=plan.sampling, keep_logits=asked.forced
+            )
+            done.append(one._replace(logits=None))
+            ids += one.ids
+            if one.logits is not None:
+                losses.append(nll(one.logits, one.ids))
+            if asked.floor:
+                floors.append(decoder.floor(one))
+            tokens += batch * n_new
+            if bar is not None:
+                bar.update(tokens, f"  {tokens / max(monotonic() - begin, 1e-3):.1f} tokens/s")
+        return {
+            "gates": asked.delta if run.tuned and asked.delta else "base", "capacity": decoder.capacity, "policy": run.policy,
+            "admission": run.admission, "batch": batch, "new_tokens": n_new, "reroute": run.reroute, **asdict(decoder.settings),
+            **figures(decoder, done, floors), "perplexity": torch.cat(losses).mean().exp().item() if losses else None,
+            "texts": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+        }  # fmt: skip
+
+    total = len(prompts.ids) * sum(n_new for _, _, n_new, _ in combinations) * runs // len(combinations)
+    with progress("decode", total) if len(prompts.ids) * runs > 1 else nullcontext() as bar:
         for throttle, batch, n_new, capacity in combinations:
-            settings = replace(decoder.settings, throttle=throttle)
-            decoder.configure(capacity, asked.policy, admission=asked.admission, batch=batch, settings=settings)
-            done: list[DecodedBatch] = []
-            floors: list[Floor] = []
-            ids: list[list[int]] = []
-            for at in range(0, len(prompts), batch):
-                group = prompts[at : at + batch]
-                one = decoder.decode_batch(group, n_new, sampling=plan.sampling)
-                done.append(one)
-                ids += one.ids
-                if asked.floor:
-                    floors.append(decoder.floor(one))
-                tokens += batch * n_new
-                if bar is not None:
-                    bar.update(tokens, f"  {tokens / max(monotonic() - begin, 1e-3):.1f} tokens/s")
-            yield {
-                "capacity": decoder.capacity, "policy": asked.policy, "admission": asked.admission, "batch": batch,
-                "new_tokens": n_new, **asdict(decoder.settings), **figures(decoder, done, floors),
-                "texts": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
-            }  # fmt: skip
+            run = _Run(capacity, asked.policy, asked.admission, asked.reroute, True)
+            row = decoded(run, throttle, batch, n_new)
+            if not asked.beside_base:
+                yield row
+                continue
+            slots = decoder.capacity * decoder.n_layers + decoder.staging
+            beside = _Run(min(-(-slots // decoder.n_layers), decoder.n_experts), "lru", "forced", None, False)
+            base = decoded(beside, throttle, batch, n_new)
+            compared = {
+                "bytes_of_base": ratio(row["mb_a_token"], base["mb_a_token"]),
+                "perplexity_change": ratio(row["perplexity"] - base["perplexity"], base["perplexity"]),
+            }
+            yield from ({**row, **compared}, base)
 
 
 def _taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
@@ -205,9 +263,10 @@ def _prompts(
                 f"--requests {wanted} is fewer than the {together} that --batch {asked.batch} takes together.",
                 asked.command(model, requests=together),
             )
-    prompts, notes = lay_out(texts, wanted, together=together, context=asked.context, room=room)
+    context = asked.context + max(plan.tokens) if asked.context and asked.forced else asked.context
+    prompts, notes = lay_out(texts, wanted, together=together, context=context, room=room)
     if not prompts:
-        length = f" of {asked.context} tokens" if asked.context else ""
+        length = f" of {context} tokens" if context else ""
         raise DataError(
             f"the texts give no prompt{length}."
             if together == 1
@@ -215,7 +274,9 @@ def _prompts(
             asked.command(model, batch=None, context=None),
         )
     rows, ids = [row for row, _ in prompts], [ids for _, ids in prompts]
-    return _Prompts(ids, None if asked.prompts is None else rows, source, notes)
+    forced = [of[asked.context :] for of in ids] if asked.forced else None
+    ids = [of[: asked.context] for of in ids] if asked.forced else ids
+    return _Prompts(ids, forced, None if asked.prompts is None else rows, source, notes)
 
 
 def _of_text(tokenizer: Any, prompt: str, asked: Asked, model: str) -> list[int]:

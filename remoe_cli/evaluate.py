@@ -14,29 +14,33 @@ from remoe_cli import __version__, atomic
 from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.cache import choose, POLICIES
+from remoe_cli.cache.policy import SCORES
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, command, DataError, instead, RunError, UsageError
-from remoe_cli.families import family_of
+from remoe_cli.families import family_of, KINDS
 from remoe_cli.families.loader import compute_dtype, experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
-from remoe_cli.measure.arms import about, choose_arms, control_of, measure_resident
-from remoe_cli.measure.decode_options import Again, AS_IS, check_guess, fitted, Measuring
+from remoe_cli.measure.arms import about, Arm, choose_arms, control_of, head_kinds, measure_resident
+from remoe_cli.measure.decode_options import Again, AS_IS, check_guess, fitted, Measuring, rule_of
 from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import check_decoder, measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
+from remoe_cli.measure.steering import told
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.offload.compute import compute_threads
 from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import Recipe
+from remoe_cli.report import plots
 from remoe_cli.report.figures import figures
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_tokenizer
 
 FORMAT = 1
 POLICIES_SHOWN = ("lru", "lfu", "fifo", "belady")
+WITH_HEADS = ("decayed", "temporal", "spatio_temporal")  # shown besides where a run has them
 DOMAIN_POLICIES = ("lru",)
 NOT_MEASURED = Offloaded({}, 0, [])
 
@@ -55,8 +59,14 @@ def evaluate(
     measuring: Measuring = AS_IS,
     threads: int | None = None,
     device: str | None = None,
+    plot: bool = False,
 ) -> dict:
-    """The report (docs/report.md), also written into the run folder. Raises RemoeError for every mistake."""
+    """The report (docs/report.md), also written into the run folder, with plots beside it where asked for.
+
+    Raises RemoeError for every mistake.
+    """
+    if plot:
+        plots.check_plots()
     again = _command(
         run, [("--domain", domains), ("--set", overrides)],
         {
@@ -65,8 +75,9 @@ def evaluate(
             "base": base, "no_measure": not measure, **measuring.given(), "threads": threads, "device": device,
         },
     )  # fmt: skip
+    asked = policies
     policies = list(dict.fromkeys(name for word in policies for name in (_without_fit() if word == "all" else [word])))
-    probabilities = _check_options(policies, seeds, threads, again)
+    _check_options(policies, seeds, threads, again)
     measuring.check_measured(measure)
     settings = measuring.settings(again)
     found, where = runs.find(run), pick_device(device)
@@ -76,8 +87,11 @@ def evaluate(
     checkpoint = _base(found, base)
     top_k = checkpoint.config["num_experts_per_tok"]
     check_guess(settings.guess, top_k, again)
+    rule = rule_of(measuring.reroute, top_k, found.facts["n_experts"], again)
     beside = control_of(found, control)
     arms = choose_arms(found, beside, checkpoint)
+    policies = _served(policies, asked, arms, again)
+    scores = any({*SCORES} & _needs(name) for name in policies)
     texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
     _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
@@ -88,7 +102,7 @@ def evaluate(
     if measure:
         with fitted(again, capacities), instead(again(ram=None), UsageError):
             check_decoder(checkpoint, dtype, where, largest, settings, measuring.pack, tokens)
-    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, probabilities)
+    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, scores)
     offloaded = NOT_MEASURED
     if measure:
         with fitted(again, capacities):
@@ -98,7 +112,11 @@ def evaluate(
             )  # fmt: skip
         with decoder:
             settings = decoder.settings
-            offloaded = measure_offloaded(decoder, resident.gates, timed, capacities, floor=measuring.floor)
+            offloaded = measure_offloaded(
+                decoder, {arm: gates for arm, gates in resident.gates.items() if arm not in resident.further}, timed,
+                capacities, heads=resident.heads, policies=["lru", *(name for name in policies if {*KINDS} & _needs(name))],
+                floor=measuring.floor, reroute=rule,
+            )  # fmt: skip
 
     def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
         arms, draws = resident.measured[name], texts.samples[name].draws
@@ -116,6 +134,7 @@ def evaluate(
             "expert_bytes": expert_bytes,
         },
         "recipe": recipe.name,
+        "steering": told(found),
         "conditions": {
             "device": where, "device_name": device_name(where), "dtype": str(dtype).removeprefix("torch."),
             "threads": compute_threads(threads), **{k: v for k, v in versions().items() if k != "remoe"},
@@ -124,9 +143,12 @@ def evaluate(
             "requests": len(texts.sample.requests.prompts_RP), "prompt_tokens": recipe.evaluate.prompt_tokens,
             "new_tokens": recipe.evaluate.new_tokens, "capacities": capacities, "policies": list(policies),
             "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests, "io": offloaded.io,
-            "offload": {**asdict(settings), "pack": measuring.pack and str(measuring.pack)} if measure else None,
+            "offload": {**asdict(settings), "pack": measuring.pack and str(measuring.pack), "reroute": measuring.reroute} if measure else None,
         },
-        "notes": [*texts.notes, *about(found, beside, base), *offloaded.notes],
+        "notes": [
+            *texts.notes, *about(found, beside, base), *offloaded.notes,
+            *(f"{arm} changes more than gates, so it was not measured on disk" for arm in resident.further if measure),
+        ],
         "arms": [
             {"name": arm.name, "role": arm.role, **shown, "measured": offloaded.rows.get(arm.name, [])}
             for arm, shown in zip(arms, figures_of(OWN, policies), strict=True)
@@ -144,6 +166,13 @@ def evaluate(
     }  # fmt: skip
     report = finite(report)
     _write(report, found)
+    if plot:
+        forced = {arm.name: resident.measured[OWN][arm.name].decoded["forced"].trace.uses() for arm in arms}
+        plots.plot_usage(forced, found.folder / "usage.png")
+        plots.plot_layers(
+            {arm["name"]: arm["decode"]["forced"]["concentration"] for arm in report["arms"]},
+            found.folder / "layers.png",
+        )
     return report
 
 
@@ -166,8 +195,30 @@ def _without_fit() -> list[str]:
     return [name for name, policy in POLICIES.items() if "fit" not in policy.needs or "future" in policy.needs]
 
 
-def _check_options(policies: Sequence[str], seeds: int, threads: int | None, again: Again) -> bool:
-    """Whether a policy needs the routers' probabilities to be recorded."""
+def _needs(policy: str) -> set[str]:
+    return {*choose(policy).policy.needs}
+
+
+def _served(policies: list[str], asked: Sequence[str], arms: Sequence[Arm], again: Again) -> list[str]:
+    """Those that an arm can serve, and where heads are there and nothing else was asked for, those that read them too.
+
+    Raises UsageError for one that was asked for by name and reads heads that no arm has.
+    """
+    kinds = head_kinds(arms)
+    if kinds and tuple(asked) == POLICIES_SHOWN:
+        policies = [*policies, *WITH_HEADS]
+        asked = ["all"]
+    served = [name for name in policies if {*KINDS} & _needs(name) <= kinds]
+    if len(served) < len(policies) and "all" not in asked:
+        missing = next(name for name in policies if name not in served)
+        raise UsageError(
+            f"policy {missing} reads heads beside the gates, which none of these runs has.",
+            again(policy=",".join(served)),
+        )
+    return served
+
+
+def _check_options(policies: Sequence[str], seeds: int, threads: int | None, again: Again) -> None:
     fitted = [name for name in policies if choose(name).name not in _without_fit()]
     if fitted:
         raise UsageError(
@@ -182,7 +233,6 @@ def _check_options(policies: Sequence[str], seeds: int, threads: int | None, aga
     if seeds < 1:
         raise UsageError(f"--seeds is at least 1, not {seeds}.", again(seeds=3))
     check_threads(threads)
-    return any("probabilities" in choose(name).policy.needs for name in policies)
 
 
 def _check_writable(run: Run) -> None:

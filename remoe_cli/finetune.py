@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -11,19 +11,22 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 
 from remoe_cli import atomic
-from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.console import note, progress
-from remoe_cli.delta import Delta, gates_for, put
+from remoe_cli.delta import Delta, gates_for, heads_on_disk, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.errors import DataError, RunError
-from remoe_cli.families import Family, family_of, find_gates, Gate
-from remoe_cli.families.loader import compute_dtype, gate_disk_names, load_resident
+from remoe_cli.errors import DataError, RunError, UsageError
+from remoe_cli.families import family_of, find_gates, Gate
+from remoe_cli.families.loader import compute_dtype, disk_names, gate_disk_names, load_resident, on_disk
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.sample import measure_heldout, Sample
-from remoe_cli.recipe import is_own, key_names, OWN_TEXT, prompts_of, Recipe, value_of
+from remoe_cli.measure.steering import ce_only_beside, halves, Steering
+from remoe_cli.recipe import is_own, limit_of, prompts_of, Recipe
+from remoe_cli.report import plots
 from remoe_cli.report.metrics import TextMeasures
+from remoe_cli.report.steering import steered_lines
 from remoe_cli.run import Run
+from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
 from remoe_cli.train.own_text import own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
@@ -35,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from remoe_cli.hub.checkpoint import Checkpoint
+
+
+FAR = 0.002  # from the limit, as a change of perplexity
 
 
 class Finetuned(NamedTuple):
@@ -49,15 +55,6 @@ class Finetuned(NamedTuple):
     interrupted: bool
 
 
-class Asked(NamedTuple):
-    """What the command line says about a run."""
-
-    recipe: str | None = None
-    data: str | None = None
-    steps: int | None = None
-    overrides: Sequence[str] = ()
-
-
 def finetune(
     model: str | None,
     asked: Asked = Asked(),  # noqa: B008  immutable
@@ -65,9 +62,11 @@ def finetune(
     out: Path | None = None,
     device: str | None = None,
     resume: bool = False,
+    ce_only: str | None = None,
 ) -> Finetuned:
     """The whole verb. model: None only with resume. resume: goes on with the latest unfinished run (of this model, or in
-    `out`), and starts one where there is none.
+    `out`), and starts one where there is none. ce_only: the run that shows, beside one with a limit, what cross entropy
+    alone does; by default the latest of the same texts and steps under runs/.
 
     Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
     """
@@ -76,26 +75,33 @@ def finetune(
         raise RunError("there is no unfinished run to resume.", "remoe runs, or remoe finetune MODEL")
     if old is None:
         runs.check_free(out)
+    if ce_only is not None and asked.max_ppl is None and not resume:
+        raise UsageError("--ce-only goes with --max-ppl.", "the same command without --ce-only")
+    control = None if ce_only is None else runs.find(ce_only)
     found = fetch_config(_base_of(old) if old else str(model))
     family = family_of(found.config, found.id)
-    settings = choose_recipe(str(model), family.model_type, asked) if old is None else _kept_recipe(old, family, asked)
+    settings = (
+        choose_recipe(str(model), family.model_type, asked)
+        if old is None
+        else kept_recipe(old, family.model_type, asked)
+    )
     where = pick_device(device)
     checkpoint = resolve(found)
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(size := checkpoint.config.get("vocab_size"), int):
         check_vocabulary(tokenizer, size, checkpoint.id)
-    documents = _documents(settings, old, tokenizer)
+    documents, steering_texts = _documents(settings, old, tokenizer)
     dtype = compute_dtype(checkpoint, where, settings.train.dtype)
     run = old or runs.create(str(model), settings, out)
     with run.locked(resumed=old is not None):
         run.note(status="running", error=None)
         try:
             loaded = load_resident(checkpoint, dtype, where)
-            gates, disk_names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
-            job = _Job(run, settings, checkpoint, documents, loaded, gates, disk_names)
+            gates, names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
+            job = _Job(run, settings, checkpoint, documents, loaded, gates, names)
             facts = {
                 "base": _lasting_name(checkpoint), "commit": checkpoint.commit, "model_type": family.model_type,
-                "gates_sha256": checkpoint.sha256(*sorted(disk_names.values())),
+                "gates_sha256": checkpoint.sha256(*sorted(names.values())),
                 "device": device_name(where), "dtype": str(dtype).removeprefix("torch."), "environment": versions(),
                 "data": documents.pinned, "data_sha256": documents.sha256, "heldout_sha256": documents.heldout_sha256,
                 "top_k": gates[0].top_k, "n_experts": gates[0].n_experts, "moe_layers": len(gates),
@@ -106,6 +112,7 @@ def finetune(
             _introduce(job)
             before = _measured_before(run) or _measure("base", job)
             run.note(before=before._asdict())
+            steering = Steering(run, settings, loaded, gates, steering_texts) if steering_texts else None
             texts: Iterable[Document] = documents.train
             if is_own(settings.data.source):
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
@@ -115,11 +122,12 @@ def finetune(
             if old is None:
                 run.discard()  # nothing was trained yet
             raise
-        return _train_and_save(job, texts, before, state)
+        return _train_and_save(job, texts, before, state, steering, control)
 
 
 class _Job(NamedTuple):
-    """What every part of the work needs. disk_names: in-memory gate parameter -> on-disk name."""
+    """What every part of the work needs. documents: without those that steer. disk_names: in-memory gate parameter ->
+    on-disk name."""
 
     run: Run
     recipe: Recipe
@@ -130,11 +138,18 @@ class _Job(NamedTuple):
     disk_names: dict[str, str]
 
 
-def _train_and_save(job: _Job, texts: Iterable[Document], before: TextMeasures, state: State | None) -> Finetuned:
+def _train_and_save(
+    job: _Job,
+    texts: Iterable[Document],
+    before: TextMeasures,
+    state: State | None,
+    steering: Steering | None,
+    control: Run | None,
+) -> Finetuned:
     """Everything from the first step on: whatever ends training, the gates so far are saved."""
     run = job.run
     try:
-        trained = _train(job, texts, state)
+        trained = _train(job, texts, state, steering)
     except Stopped as error:
         status = "diverged" if isinstance(error, Diverged) else "failed"
         run.note(status=status, steps=error.trained.step, error=error.message)
@@ -148,9 +163,12 @@ def _train_and_save(job: _Job, texts: Iterable[Document], before: TextMeasures, 
     delta = _save(job, trained, "interrupted" if trained.interrupted else "running")
     after = None
     if not trained.interrupted:
-        put(job.model, gates_for(job.disk_names, delta))  # as shipped: cast to the base's stored dtype
+        stored = compute_dtype(job.checkpoint, "cpu")  # as shipped: cast to the base's stored dtype
+        put(job.model, {name: tensor.to(stored) for name, tensor in trained.others.items()})
+        put(job.model, {name: delta.tensors[disk] for name, disk in job.disk_names.items()})
         after = _measure("tuned", job)
-        run.note(status="finished", after=after._asdict())
+        run.note(after=after._asdict(), **(_steered(job, steering, before, trained.step, control) if steering else {}))
+        run.note(status="finished")
         run.drop_states()
     return Finetuned(run, delta, before, after, trained.step, trained.interrupted)
 
@@ -161,31 +179,16 @@ def _base_of(run: Run) -> str:
     return facts.get("base", facts["model"]) + (f"@{facts['commit']}" if facts.get("commit") else "")
 
 
-def _kept_recipe(run: Run, family: Family, asked: Asked) -> Recipe:
-    """The run's own recipe. Raises RunError when the command line asks for another one."""
-    kept = run.recipe
-    if asked == Asked():
-        return kept
-    wanted = _with(kept, asked)
-    if asked.recipe is not None:
-        named = choose_recipe(run.facts["model"], family.model_type, Asked(asked.recipe)).name
-        wanted = replace(wanted, name=named)
-    for key in key_names():
-        if value_of(kept, key) != value_of(wanted, key):
-            raise RunError(
-                f"the run {run.folder} was started with {key} {value_of(kept, key)!r}, not {value_of(wanted, key)!r}.",
-                "remoe finetune --resume without other options, or the same command without --resume",
-            )
-    return kept
-
-
-def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
-    """The texts, checked against what will be asked of them later. Raises DataError."""
+def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> tuple[Documents, list[list[int]]]:
+    """The texts, checked against what will be asked of them later, and those to steer by. Raises DataError."""
     facts, data = old.facts if old else {}, settings.data
     if is_own(data.source):  # the prompts need no answers
         data = replace(data, source=prompts_of(data.source), labels="all")
     data = replace(data, source=facts.get("data", data.source))
     documents = load_documents(data, tokenizer, seed=settings.train.seed)
+    steering_texts: list[list[int]] = []
+    if limit_of(settings.train.max_ppl) is not None:
+        steering_texts, documents = halves(documents)
     for known, found in (("data_sha256", documents.sha256), ("heldout_sha256", documents.heldout_sha256)):
         if facts.get(known, found) != found:
             raise DataError(
@@ -193,7 +196,7 @@ def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> Documents:
                 "the same command without --resume",
             )
     Sample.of(documents.heldout, settings, draws=1)  # eval will want it
-    return documents
+    return documents, steering_texts
 
 
 def _measured_before(run: Run) -> TextMeasures | None:
@@ -236,21 +239,6 @@ def _lasting_name(checkpoint: "Checkpoint") -> str:
     return checkpoint.id if checkpoint.commit or checkpoint.id == "demo" else str(checkpoint.folder.resolve())
 
 
-def choose_recipe(model: str, model_type: str, asked: Asked) -> Recipe:
-    """The recipe for this model, then --set, then --data and --steps. `--data self` continues the recipe's own texts."""
-    return _with(recipes.load(asked.recipe or "remoe", "demo" if model == "demo" else model_type), asked)
-
-
-def _with(recipe: Recipe, asked: Asked) -> Recipe:
-    steps = [f"train.steps={asked.steps}"] if asked.steps is not None else []
-    found = recipes.override(recipe, [*asked.overrides, *steps])
-    source = found.data.source if asked.data is None else asked.data
-    if source == OWN_TEXT:
-        texts = next((one for one in (found.data.source, recipe.data.source) if one != OWN_TEXT), "")
-        source = f"{OWN_TEXT}:{prompts_of(texts)}"
-    return replace(found, data=replace(found.data, source=source))
-
-
 def summary(done: Finetuned) -> str:
     """What the command ends with: before and after, the delta's size, the next command."""
     lines = [f"{done.run.folder}: {done.steps} steps, {100 * done.delta.changed:.1f} % of the gate elements changed"]
@@ -268,6 +256,8 @@ def summary(done: Finetuned) -> str:
         lines.append(
             f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({change:+.2f} % perplexity)"
         )
+    if done.after is not None and (steering := done.run.facts.get("steering")):
+        lines += steered_lines(steering, done.after.perplexity / done.before.perplexity - 1)
     folder = shlex.quote(str(done.run.folder))
     if done.interrupted:
         lines.append(f"Go on: remoe finetune --resume --out {folder}")
@@ -285,7 +275,8 @@ def _introduce(job: _Job) -> None:
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
     note(f"Run {run.folder}")
     note(
-        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, {facts['gate_parameters']:,} parameters train, the rest is frozen"
+        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, scope {job.recipe.train.scope}: {_trainable(job)}, the "
+        "rest is frozen"
     )
     source = job.documents.source
     texts = f"what the base writes after prompts from {source}" if is_own(job.recipe.data.source) else source
@@ -298,14 +289,26 @@ def _introduce(job: _Job) -> None:
         note(f"Note: {line}")
 
 
+def _trainable(job: _Job) -> str:
+    """What trains, counted where it is gates and heads."""
+    scope = job.recipe.train.scope
+    if scope == "full":
+        return "every parameter trains"
+    head = sum(gate.parameters[gate.names[0]].numel() for gate in job.gates)
+    count = job.run.facts["gate_parameters"] * (scope != "heads") + head * len(job.recipe.heads)
+    return f"{count:,} parameters {'and adapters ' if scope == 'gates+lora' else ''}train"
+
+
 def _measure(name: str, job: _Job) -> TextMeasures:
     return measure_heldout(f"measure {name}", job.model, job.gates, job.documents.heldout, job.recipe).measures()
 
 
-def _train(job: _Job, texts: Iterable[Document], state: State | None) -> Trained:
+def _train(job: _Job, texts: Iterable[Document], state: State | None, steering: Steering | None) -> Trained:
     run, recipe = job.run, job.recipe
     settings = recipe.train
     start = state.position if state else BEGIN
+    if steering:
+        steering.begin(state.step if state else 0)
     rows = batches(texts, settings.sequence, settings.micro_batch, repeat=True, start=start)
     kept = run.metrics.read_text().splitlines() if state and run.metrics.is_file() else []
     steps = [line for line in kept if state and _step_of(line) <= state.step]
@@ -324,11 +327,34 @@ def _train(job: _Job, texts: Iterable[Document], state: State | None) -> Trained
             )
 
         trained = train(
-            job.model, job.gates, rows, recipe, on_step=on_step, state=state, save=lambda state: state.save(run.states)
-        )
+            job.model, job.gates, rows, recipe, on_step=on_step, state=state, steer=steering,
+            save=lambda state: state.save(run.states),
+        )  # fmt: skip
     for line in trained.notes:
         note(f"Note: {line}")
     return trained
+
+
+def _steered(job: _Job, steering: Steering, before: TextMeasures, step: int, control: Run | None) -> dict[str, Any]:
+    """For run.json: how near the run ended to its limit, and what cross entropy alone does, where a run shows it. Leaves
+    that run's gates in the model."""
+    found: dict[str, Any] = {**job.run.facts["steering"], "change": steering.finish(step), "ce_only": None}
+    if abs(found["change"] - found["limit"]) > FAR:
+        note("Note: the run ended off its limit; more steps, or a recipe whose weights are nearer to it, help")
+    if plots.can_plot():
+        plots.plot_steering(
+            [point._asdict() for point in steering.points], found["limit"], job.run.steering.with_suffix(".png")
+        )
+    control = control or ce_only_beside(job.run)
+    if control is None:
+        note(
+            "Note: no CE-only run of the same texts and steps is there, so what training itself does is not told apart"
+        )
+    else:
+        put(job.model, gates_for(disk_names(job.model, job.checkpoint), Delta.load(control.delta)))
+        reported = _measure("CE-only", job).perplexity / before.perplexity - 1
+        found["ce_only"] = {"run": str(control.folder), "change": steering.change(), "reported_change": reported}
+    return {"steering": found}
 
 
 def _step_of(line: str) -> float:
@@ -341,7 +367,9 @@ def _step_of(line: str) -> float:
 
 def _save(job: _Job, trained: Trained, status: str) -> Delta:
     gates = {job.disk_names[name]: tensor for name, tensor in trained.gates.items()}
-    delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions())
+    gates |= on_disk(job.model, job.checkpoint, trained.others)
+    heads = heads_on_disk(trained.heads, job.disk_names, job.gates)
+    delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions(), heads)
     delta.save(job.run.delta)
     job.run.note(status=status, steps=trained.step, changed=delta.changed, notes=trained.notes)
     return delta
@@ -356,4 +384,5 @@ def as_json(done: Finetuned) -> dict:
         "changed": done.delta.changed,
         "before": done.before._asdict(),
         "after": done.after._asdict() if done.after else None,
+        "steering": done.run.facts.get("steering"),
     }

@@ -6,8 +6,7 @@ Defaults live here once; a recipe file may leave keys out, and may start from an
 import difflib
 import math
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import yaml
 
 from remoe_cli.errors import RecipeError
+from remoe_cli.recipe_rules import OBJECTIVES, RULES
 
 OWN_TEXT = "self"  # the data.source of what the base itself writes
 CONTROLS = ("ce-only", "no-trust", "no-reuse", "no-consistency")
-_NAME = re.compile(r"[^\W_][\w.-]{0,59}")  # it becomes part of folder names
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,9 @@ class Objective:
     reuse_tokens (1 = paper): the experts of how many tokens before count for reuse.
     "resident-mass" has resident*L_Resident in the place of reuse*L_Reuse: mass on what a cache of `cache` slots a layer,
     with this policy and admission, holds; "soft-misses" has misses*L_Misses: the choices outside that cache, each expert
-    counted by a sigmoid of width misses_tau nats around the K-th rank.
+    counted by a sigmoid of width misses_tau nats around the K-th rank. The coverage objectives (CacheRouter, arXiv 2609.04895)
+    have coverage*L_Coverage there: how far the `cache` best of a score (softened by tau) miss the probability that comes next;
+    "decayed-coverage" sums the gate's past with a factor `decay` a token. detach_target: that probability then has no gradient.
     target: "text": CE is cross entropy; "base": it is KL to the base's own next-token distribution.
     reuse_warmup, consistency_warmup: fractions of the run until a_r, a_l reach 1.
     """
@@ -51,6 +52,10 @@ class Objective:
     cache: int = 12
     policy: str = "lru"
     admission: str = "forced"
+    coverage: float = 0.1
+    tau: float = 0.03
+    decay: float = 0.8
+    detach_target: bool = False
     reuse_warmup: float = 0.2
     consistency_warmup: float = 0.4
 
@@ -58,7 +63,10 @@ class Objective:
 @dataclass(frozen=True)
 class Train:
     """One optimiser step sees micro_batch * accumulation rows of `sequence` tokens. lr_warmup: fraction of the run
-    until lr is reached; lr_decay: fraction at its end over which lr falls in a line towards 0 (0: it stays).
+    until lr is reached; lr_decay: fraction at its end over which lr falls in a line towards 0 (0: it stays); schedule:
+    constant, or cosine from the warm-up's end towards 0. max_ppl: "off", or how far held-out perplexity may rise ("+1%"), to
+    which the locality terms are steered. scope: what trains; every scope but "gates" trains the heads that
+    the objective reads. lora_rank: of the adapters on attention, for the scope "gates+lora".
     save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step."""
 
     steps: int = 2000
@@ -68,6 +76,10 @@ class Train:
     lr: float = 5e-5
     lr_warmup: float = 0.1
     lr_decay: float = 0.0
+    schedule: str = "constant"
+    max_ppl: str = "off"
+    scope: str = "gates"
+    lora_rank: int = 8
     clip: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
@@ -114,6 +126,11 @@ class Recipe:
     train: Train = field(default_factory=Train)
     data: Data = field(default_factory=Data)
     evaluate: Evaluate = field(default_factory=Evaluate)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The kinds of heads that the run trains."""
+        return () if self.train.scope == "gates" else OBJECTIVES[self.objective.name]
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
@@ -187,7 +204,7 @@ def _from_file(path: Path, family: str, children: tuple[Path, ...] = ()) -> Reci
     if not isinstance(values, dict):
         raise RecipeError(f"{path} does not hold `section: {{key: value}}` pairs.", "remoe recipes")
     parent = values.pop("extends", None)
-    recipe = _from_file(_find(str(parent), family), family, (*children, path)) if parent else Recipe()
+    recipe = _from_file(_parent(str(parent), path, family), family, (*children, path)) if parent else Recipe()
     recipe = _set(recipe, "name", values.pop("name", path.stem))
     for section, entries in values.items():
         if isinstance(entries, dict):
@@ -196,6 +213,12 @@ def _from_file(path: Path, family: str, children: tuple[Path, ...] = ()) -> Reci
         elif entries or section not in asdict(recipe):  # a section may be empty
             recipe = _set(recipe, section, entries)
     return recipe
+
+
+def _parent(name: str, child: Path, family: str) -> Path:
+    """What a file extends: of a family's recipe that extends its own name, the common one."""
+    found, common = _find(name, family), folder() / f"{name}.yaml"
+    return common if found == child and common.is_file() else found
 
 
 def _parsed(text: str, what: str, hint: str) -> Any:
@@ -283,61 +306,32 @@ def _scalar(value: Any, kind: type) -> Any:
     return kind(number)
 
 
-def _one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
-    return f"one of {', '.join(words)}", words.__contains__
-
-
-def _is_live(policy: str) -> bool:
-    from remoe_cli.cache import choose, live_policies
-    from remoe_cli.errors import CacheError
-
-    try:
-        return choose(policy).name in live_policies()
-    except CacheError:
-        return False
-
-
-# (what is allowed, whether a value is, the keys that it holds for)
-_RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
-    ("at least 1", lambda n: n >= 1, (
-        "train.steps", "data.train_samples", "data.heldout_samples", "data.own_samples",
-        "data.own_prompt_tokens", "data.own_tokens", "objective.window_tokens", "objective.cache", "evaluate.rows",
-        "evaluate.requests", "evaluate.prompt_tokens", "evaluate.new_tokens", "evaluate.measured",
-    )),
-    ("at least 0", lambda n: n >= 0, ("data.own_beside",)),
-    ("between 2 and 1048576", lambda n: 2 <= n <= 2**20, ("train.sequence",)),
-    ("between 1 and 64", lambda n: 1 <= n <= 64, ("objective.reuse_tokens",)),
-    ("between 1 and 65536", lambda n: 1 <= n <= 2**16, ("train.micro_batch", "train.accumulation")),
-    ("between 0 and 4294967295", lambda n: 0 <= n < 2**32, ("train.seed",)),
-    ("above 0", lambda x: x > 0, ("train.clip", "objective.misses_tau")),
-    ("above 0 and at most 1", lambda x: 0 < x <= 1, ("train.lr",)),
-    ("between 0 and 1", lambda x: 0 <= x <= 1, (
-        "train.lr_warmup", "train.lr_decay", "train.weight_decay", "objective.reuse_warmup",
-        "objective.consistency_warmup",
-    )),
-    ("at least 0", lambda x: x >= 0, (
-        "objective.trust", "objective.reuse", "objective.resident", "objective.misses", "objective.smooth", "objective.lag", "objective.window", "objective.scale",
-        "train.save_seconds",
-    )),
-    ("two numbers from 0 to below 1", lambda b: len(b) == 2 and all(0 <= x < 1 for x in b), ("train.betas",)),
-    ("at least one number, each at least 1", lambda lags: bool(lags) and min(lags) >= 1, ("objective.lags",)),
-    ("1 to 60 letters, digits or . _ - (first a letter or digit)", lambda s: bool(_NAME.fullmatch(s)), ("name",)),
-    (*_one_of("text", "base"), ("objective.target",)),
-    (*_one_of("forced", "bypass"), ("objective.admission",)),
-    ("a cache policy that a decoder can use, such as lru or decayed:0.8", _is_live, ("objective.policy",)),
-    (*_one_of("remoe", "resident-mass", "soft-misses"), ("objective.name",)),
-    (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
-    (*_one_of("prefix", "chat", "raw"), ("data.format",)),
-    (*_one_of("all", "answers"), ("data.labels",)),
-)  # fmt: skip
+def limit_of(text: str) -> float | None:
+    """A train.max_ppl as a relative change: .01 of "+1%", None of "off"."""
+    return None if text == "off" else float(text.removesuffix("%")) / 100
 
 
 def _checked(recipe: Recipe) -> Recipe:
-    for allowed, holds, keys in _RULES:
+    for allowed, holds, keys in RULES:
         for key in keys:
             if not holds(value := value_of(recipe, key)):
                 shown = list(value) if isinstance(value, tuple) else value
                 raise RecipeError(f"recipe key {key} is {allowed}, not {_shown(shown)}.", "remoe recipes")
+    scope, objective = recipe.train.scope, recipe.objective.name
+    if scope in ("heads", "gates+heads") and not recipe.heads:
+        with_heads = ", ".join(name for name, kinds in OBJECTIVES.items() if kinds)
+        raise RecipeError(
+            f"objective {objective} has no heads to train; those with heads: {with_heads}.", "remoe recipes"
+        )
+    if scope == "heads" and recipe.train.max_ppl != "off":
+        raise RecipeError(
+            "heads alone move no perplexity, so train.max_ppl has nothing to steer.",
+            "the same command without --max-ppl",
+        )
+    if objective == "spatio-only" and scope == "gates":
+        raise RecipeError(
+            "spatio-only scores by its head alone, and train.scope gates has none.", "--set train.scope=gates+heads"
+        )
     return recipe
 
 

@@ -22,11 +22,12 @@ from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
 from remoe_cli.errors import CacheError, TraceError, UsageError
 from remoe_cli.report.estimate import Estimate, LABEL, parse_bytes, parse_estimate
-from remoe_cli.report.replay_inputs import against_notes, fit_notes, names_of, read_fitting, read_trace
+from remoe_cli.report.replay_inputs import against_notes, fit_notes, is_tuned, names_of, read_fitting, read_trace
 from remoe_cli.report.replay_options import admissions_of, Asked, capacities_of, policies_of, recording, rules_of
 from remoe_cli.report.replays import best, changes, figures, References, Sizes
 from remoe_cli.report.trace_figures import trace_figures
 from remoe_cli.routing import RoutingTrace
+from remoe_cli.routing.trace import FLOATS
 from remoe_cli.sizes import MOST
 
 
@@ -59,7 +60,7 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
     policies, admissions, wanted = policies_of(asked, path), admissions_of(asked, path), capacities_of(asked, path)
     trace = read_trace(path, asked.command)
     estimate, given_bytes = _parsed(asked, path, trace)
-    others = {name: read_fitting(name, asked, path, trace) for name in ("budgets", "fit", "against")}
+    others = {name: read_fitting(name, asked, path, trace) for name in ("budgets", "fit", "tune", "against")}
     rules, from_trace, notes = rules_of(asked, path, trace)
     sizes = Sizes(_layer_bytes(given_bytes, asked, path, trace), estimate)
     if estimate is not None and sizes.layer_bytes is None:
@@ -80,6 +81,8 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
         for capacity in capacities
     }
     bench = _Bench(path, asked, rules, slots, others["fit"], sizes)
+    if others["tune"] is not None:
+        policies = _tuned(bench, Arm("tune", "", others["tune"]), policies, admissions, capacities, notes)
     keys = [Key(*key) for key in _product(policies, admissions, capacities)]
     _require_something(bench, arms[-1], keys)
     cells, unavailable, ends = _run(bench, arms, keys, notes)
@@ -96,6 +99,7 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
             "from_trace": from_trace,
             "budgets": asked.budgets and str(asked.budgets),
             "fit": asked.fit and str(asked.fit),
+            "tune": asked.tune and str(asked.tune),
         },
         "policies": policies,
         "admissions": admissions,
@@ -142,9 +146,13 @@ class _Bench:
     def hindrance(self, arm: Arm, key: Key) -> Hindrance | None:
         if (missing := lacks(key.policy, arm.trace, self.fit)) is not None:
             return Hindrance(missing, self._with_what_is_missing(arm, key.policy))
-        if (why := clash(key.policy, self.rules["step"], self.rules["warm"])) is not None:
-            mend = {"step": "atomic"} if self.rules["step"] == "sequential" else {"warm": "prefill"}
+        rules = self.rules
+        if (why := clash(key.policy, rules["step"], rules["warm"])) is not None:
+            mend = {"step": "atomic"} if rules["step"] == "sequential" else {"warm": "prefill"}
             return Hindrance(why, self.asked.command(self.path, **mend))
+        if (why := clash(key.policy, "atomic", "cold", bool(rules["pool"]), key.admission)) is not None:
+            unpooled = {"pool": None if self.asked.pool else False} if rules["pool"] else {}
+            return Hindrance(why, self.asked.command(self.path, **unpooled, admission="bypass"))
         reason = self.slots[key.admission, key.capacity].reason
         if reason is None:
             return None
@@ -159,6 +167,8 @@ class _Bench:
             out = free_name(path.with_name(f"{path.stem}-fit.trace"))
             first = recording(arm.trace, out, seed=int(arm.trace.provenance.get("seed") or 0) + 1)
             then = self.asked.command(self.path, fit=out)
+        elif {"temporal", "spatio"} & {*choose(policy).policy.needs}:
+            return None  # a recording of gates that have heads has their scores
         else:
             out = free_name(path.with_name(f"{path.stem}-full.trace"))
             first = recording(arm.trace, out, "--probabilities")
@@ -171,6 +181,36 @@ class _Bench:
         in_bytes = self.sizes.layer_bytes if self.rules["pool"] == "bytes" else None
         sizes = None if in_bytes is None else in_bytes.astype(np.int64).tolist()
         return run(trace, key.policy, slots, admission=key.admission, fit=self.fit, expert_bytes=sizes, **self.rules)
+
+
+def _tuned(
+    bench: _Bench, arm: Arm, policies: Sequence[str], admissions: Sequence[str], capacities: Sequence[int],
+    notes: list[str],
+) -> list[str]:  # fmt: skip
+    """The policies, those that are tuned with the parameter of their grid that loads least on the arm's trace, over all
+    admissions and cache sizes together."""
+    found = []
+    for word in policies:
+        keys = [Key(*one) for one in _product([word], admissions, capacities)] if is_tuned(word) else []
+        hindrances = [bench.hindrance(arm, key) for key in keys]
+        keys = [key for key, why in zip(keys, hindrances) if why is None]
+        if not keys:
+            if reason := next((why.reason for why in hindrances if why is not None), None):
+                notes.append(f"--tune {bench.asked.tune}: {word} keeps its default: {reason}.")
+            found.append(word)
+            continue
+        loads = {}
+        with progress(f"Tuning {word}", len(choose(word).policy.grid)) as bar:
+            for value in choose(word).policy.grid:
+                loads[value] = sum(
+                    bench.replay(arm.trace, key._replace(policy=f"{word}:{value:g}")).loads for key in keys
+                )
+                bar.update(len(loads))
+        best = min(loads, key=loads.__getitem__)
+        tried = ", ".join(f"{value:g}" for value in loads)
+        notes.append(f"--tune {bench.asked.tune}: {word}:{best:g} loads least there, of {tried}.")
+        found.append(f"{word}:{best:g}")
+    return list(dict.fromkeys(found))
 
 
 def _require_something(bench: _Bench, arm: Arm, keys: Sequence[Key]) -> None:
@@ -331,7 +371,7 @@ def _facts(trace: RoutingTrace) -> dict[str, Any]:
         "moe_layers": trace.n_layers,
         "n_experts": trace.n_experts,
         "top_k": trace.top_k,
-        "has": [name for name in ("weights", "probabilities", "head_scores") if getattr(trace, name) is not None],
+        "has": [name for name in FLOATS if getattr(trace, name) is not None],
         "provenance": trace.provenance,
     }
 

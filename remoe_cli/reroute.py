@@ -19,7 +19,7 @@ from remoe_cli.environment import device_name, pick_device, versions
 from remoe_cli.errors import command, DataError, instead, UsageError
 from remoe_cli.evaluate import finite
 from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, load_resident
+from remoe_cli.families.loader import compute_dtype, disk_names, experts_on_disk, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.prompts import default_recipe, load_prompts
 from remoe_cli.measure.rerouted import measure_rerouted, Rerouted
@@ -112,7 +112,7 @@ def reroute(
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     loaded = load_resident(checkpoint, dtype, where)
     if change is not None:
-        put(loaded, gates_for(gate_disk_names(loaded, checkpoint), change))
+        put(loaded, gates_for(disk_names(loaded, checkpoint), change))
     gates = find_gates(loaded)
     if seconds := prepare(asked.policy):
         note(f"Note: compiled the replay of {asked.policy} in {seconds:.1f} s, this once")

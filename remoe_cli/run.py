@@ -47,6 +47,11 @@ class Run:
         return self.folder / "metrics.jsonl"
 
     @property
+    def steering(self) -> Path:
+        """How a run with train.max_ppl was steered, a line a measurement."""
+        return self.folder / "steering.jsonl"
+
+    @property
     def own_text(self) -> Path:
         """What the base wrote for `--data self`."""
         return self.folder / "own_text.jsonl"
@@ -163,6 +168,11 @@ def create(model: str, recipe: Recipe, out: Path | None = None) -> Run:
         run.discard()
         raise
     return run
+
+
+def sweep_folder(model: str) -> Path:
+    """Where the runs and results of a sweep lie by default."""
+    return ROOT / f"sweep-{_plain(model.partition('@')[0].rstrip('/').rpartition('/')[2])}"
 
 
 def check_free(out: Path | None) -> None:

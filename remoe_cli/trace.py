@@ -53,10 +53,10 @@ def record(
     check_texts(model, prompts, again)
     note("Loading torch and transformers")
     from remoe_cli.apply import find_delta
-    from remoe_cli.delta import gates_for, put
+    from remoe_cli.delta import gates_for, heads_for, put
     from remoe_cli.environment import pick_device
     from remoe_cli.families import family_of, find_gates
-    from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, load_resident
+    from remoe_cli.families.loader import compute_dtype, disk_names, experts_on_disk, load_resident
     from remoe_cli.hub.resolve import fetch_config, resolve
     from remoe_cli.measure.decode_traces import decode
     from remoe_cli.measure.prompts import default_recipe, load_prompts
@@ -95,12 +95,17 @@ def record(
         note(f"Note: the texts hold {len(starts)} of the {wanted} requests asked for")
     layers = experts_on_disk(checkpoint)
     tokens = sum(map(len, starts)) + len(starts) * new_tokens
-    scores = layers[0].n_experts if asked.probabilities else 0
-    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores), again)
+    n_heads = len(change.heads) // len(layers) if change is not None else 0
+    scores = n_heads + (asked.probabilities or n_heads > 0)  # a policy that reads heads reads the router too
+    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores * layers[0].n_experts), again)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     loaded = load_resident(checkpoint, dtype, where)
-    if change is not None and not applied:
-        put(loaded, gates_for(gate_disk_names(loaded, checkpoint), change))
+    gates, heads = find_gates(loaded), None
+    if change is not None:
+        stored = disk_names(loaded, checkpoint)
+        heads = heads_for(change, stored, gates)
+        if not applied:
+            put(loaded, gates_for(stored, change))
     provenance = {
         "model": checkpoint.id, "revision": checkpoint.commit, "delta": delta,
         "delta_recipe": change.recipe if change else None, "data": source.source, "data_sha256": source.sha256,
@@ -115,7 +120,7 @@ def record(
             bar.update(done, f"  {done / max(time.monotonic() - begin, 1e-3):,.0f} tokens/s")
 
         decoded = decode(
-            loaded, find_gates(loaded), starts, new_tokens, forced, prefill=True, probabilities=asked.probabilities,
+            loaded, gates, starts, new_tokens, forced, prefill=True, probabilities=scores > 0, heads=heads,
             provenance=provenance, on_tokens=show,
         )  # fmt: skip
     trace = decoded.trace

@@ -25,6 +25,11 @@ class History:
     parameter: float = 0.0
     now: int = 0
     loads: list[list[int]] = field(default_factory=list)
+    second: float = 0.0
+    heads: list[list[float]] | None = None  # as scores, of the temporal head
+    ahead: list[list[float] | None] | None = None  # what each step is foreseen by, where anything is
+    came: list[list[int]] = field(default_factory=list)  # by step, what refinement brought in
+    went: list[list[int]] = field(default_factory=list)
 
     def token(self, step: int) -> int:
         return step // self.layers
@@ -45,11 +50,10 @@ class History:
         assert self.weights is not None
         return self.weights[step][self.steps[step].index(expert)]
 
-    def own_scores(self, expert: int) -> list[float]:
-        """Its probability in each step of its layer so far."""
-        assert self.scores is not None
+    def own_scores(self, expert: int, of: str = "scores") -> list[float]:
+        """Its probability in each step of its layer so far; or what the head gave it."""
         layer, place = divmod(expert, self.n_experts)
-        return [self.scores[at][place] for at in range(self.now + 1) if at % self.layers == layer]
+        return [getattr(self, of)[at][place] for at in range(self.now + 1) if at % self.layers == layer]
 
     def faded(self, expert: int, gains: list[float], fade: Any) -> float:
         """What the mentions gained; the sum so far fades by fade(age in tokens) until the next one, and until now."""
@@ -77,13 +81,16 @@ def worth(policy: str, expert: int, past: History) -> Any:
         return past.weight(mentions[-1], expert)
     if policy == "decayed_weight":
         return past.faded(expert, [past.weight(step, expert) for step in mentions], lambda age: rate**age)
-    if policy == "retention":
+    if policy in ("retention", "gate_ahead"):
         return past.own_scores(expert)[-1] if past.own_scores(expert) else 0.0
-    if policy == "decayed":
+    if policy in ("temporal", "spatio_temporal"):
+        return sum((past.own_scores(expert) or [0.0])[-1:] + (past.own_scores(expert, "heads") or [0.0])[-1:])
+    if policy in ("decayed", "temporal_decayed"):
         total = 0.0
         for score in past.own_scores(expert):
-            total = rate * total + score
-        return total
+            total = (rate if policy == "decayed" else past.second) * total + score
+        head = past.own_scores(expert, "heads")[-1:] if policy == "temporal_decayed" else []
+        return total + rate * sum(head)
     if policy in ("static", "hindsight"):
         assert past.fit is not None
         return past.fit[expert], -expert
@@ -213,6 +220,43 @@ class S3Fifo:
         pass
 
 
+# Which probabilities foresee a step: the router's (R) and the temporal head's (T) of the token before in the same layer, and
+# the spatio head's (S) of the layer before.
+SUMS = {"gate_ahead": "R", "spatio_temporal": "RTS", "spatio": "S"}
+
+
+def foreseen(policy: str, trace: Any, token: int, layer: int) -> list[float] | None:
+    """The sum, or None where none of its parts exists."""
+    first = max(int(one) for one in trace.borders if one <= token)
+    rows = []
+    for kind in SUMS.get(policy, ""):
+        if kind == "S":
+            where = (token, layer - 1) if layer else (token - 1, trace.experts.shape[1] - 1)
+        else:
+            where = (token - 1, layer)
+        if where[0] >= first:
+            array = {"R": trace.probabilities, "T": trace.temporal, "S": trace.spatio}[kind]
+            rows.append([float(one) for one in array[where]])
+    return [sum(parts) for parts in zip(*rows)] if rows else None
+
+
+def refine(
+    scores: list[float], reach: int, margin: float, capacity: int, resident: list[int], past: History
+) -> list[int]:
+    """Algorithm 2 of CacheRouter: who is resident after it."""
+    now = list(resident)
+    for one in sorted(range(len(scores)), key=lambda one: (-scores[one], one))[:reach]:
+        if one in now:
+            continue
+        if len(now) < capacity:
+            now.append(one)
+            continue
+        worst = min(now, key=lambda one: (scores[one], past.last_place(one), one))
+        if scores[one] > scores[worst] + margin:
+            now = [one if other == worst else other for other in now]
+    return now
+
+
 def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tuple[list[SlowStep], int]:
     """What each step of `past.steps` did to one cold cache, and how many experts were loaded before the start."""
     keeper: Any = {"arc": Arc, "s3fifo": S3Fifo}.get(policy, lambda _: Ranked(policy, past))(capacity)
@@ -223,6 +267,14 @@ def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tup
     preloaded = len(resident)
     done = []
     for now, touched in enumerate(past.steps):
+        past.came.append([])
+        past.went.append([])
+        if policy in SUMS and past.ahead is not None and (scores := past.ahead[now]) is not None:
+            past.now = now - 1
+            then = refine(scores, int(past.parameter), past.second, capacity, resident, past)
+            past.came[-1] = [one for one in then if one not in resident]
+            past.went[-1] = [one for one in resident if one not in then]
+            resident = then
         past.now = now
         hits = [one for one in touched if one in resident]
         misses = [one for one in touched if one not in resident]
@@ -230,6 +282,9 @@ def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tup
         for one in touched:
             keeper.touch(one, one in hits)
         before = list(resident)
+        if policy == "spatio":  # nothing that was missed stays
+            done.append(SlowStep(hits, misses, [], []))
+            continue
         resident = before + misses
         while len(resident) > capacity:
             may_leave = [one for one in resident if admission == "bypass" or one not in touched]

@@ -212,7 +212,7 @@ def test_recipes_are_listed_with_what_they_are_for(remoe):
     shown = remoe("recipes").out
     assert all(name in shown for name in ("remoe ", "ce-only", "cross entropy alone", "remoe.yaml", "--set train.lr="))
     found = {row["name"]: row for row in json.loads(remoe("recipes", "demo", "--json").out)}
-    assert set(found) == {"remoe", "demo-strong", *recipe.CONTROLS} and found["remoe"]["file"].endswith(
+    assert {"remoe", "demo-strong", *recipe.CONTROLS} <= set(found) and found["remoe"]["file"].endswith(
         "demo/remoe.yaml"
     )
     assert all(row["purpose"] and Path(row["file"]).is_file() for row in found.values())

@@ -56,6 +56,7 @@ def test_instructions_keep_their_input_and_system(tmp_path):
     [
         ({"question": "a?", "choices": ["x", "y"], "answer": 1}, "User: a?\nA. x\nB. y\nAssistant: B. y", "question as user, answer as assistant"),
         ({"question": "a?", "choices": ["x", "y"], "answer": "B"}, "User: a?\nA. x\nB. y\nAssistant: B", "question as user, answer as assistant"),
+        ({"question": "a?", "choices": {"label": ["P", "Q"], "text": ["x", "y"]}, "answerKey": "Q"}, "User: a?\nP. x\nQ. y\nAssistant: Q", "question as user, answerKey as assistant"),
         ({"turns": ["one", "two"]}, "User: one\nUser: two", "turns as user, without answers"),
         ({"prompt": "write", "key": 3}, "User: write", "prompt as user, without answers"),
         ({"prompt": "def f():\n", "canonical_solution": "    pass\n"}, "def f():\n    pass\n", "prompt and canonical_solution joined as plain text"),

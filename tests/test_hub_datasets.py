@@ -49,6 +49,10 @@ def hub():
         server.add("dataset", "teknium/OpenHermes-2.5", hermes)
         server.add("dataset", "org/split", split)
         server.add("dataset", "org/parts", {"README.md": card, **split})
+        quiz = [{"question": f"{i}?", "choices": {"label": ["A", "B"], "text": ["x", "y"]}} for i in range(8)]
+        keys = {"train": "A", "validation": "B", "test": ""}
+        lines = {n: "".join(json.dumps({**one, "answerKey": key}) + "\n" for one in quiz) for n, key in keys.items()}
+        server.add("dataset", "org/quiz", {f"{n}.jsonl": text.encode() for n, text in lines.items()})
         server.add("dataset", "org/failing", {"train.jsonl": split["train.jsonl"]})
         server.faults = [Fault("failing/resolve/.*jsonl", 521)]  # a status that the client does not retry
         server.add("dataset", "org/ids", {"train.jsonl": b'{"id": 1}\n{"id": 2}\n'})
@@ -116,6 +120,13 @@ def test_splits_parts_and_what_is_refused(hub, tmp_path):
     ]
     for answer, (kind, message, hint) in zip(refused, expected, strict=True):
         assert answer["error"] == kind and message in answer["message"] and hint in answer["hint"], answer
+
+
+def test_a_published_test_split_without_answers_is_passed_over(hub, tmp_path):
+    (got,) = ask(hub, tmp_path / "home", "org/quiz")
+    assert any("of its split validation" in note for note in got["notes"])
+    assert len(got["train"]) == 8 and {words.split()[-1] for words in got["heldout"]} == {"B</s>"}
+    assert "<s>User: 0?\nA. x\nB. y\nAssistant: A</s>" in got["train"]
 
 
 def test_a_token_that_the_server_quotes_is_cut_out(tmp_path):

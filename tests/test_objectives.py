@@ -226,7 +226,7 @@ def test_a_packed_row_equals_its_documents_alone_and_padding_counts_nothing(left
     weight = dict.fromkeys(remoe.weights(whole, recipe), 0.0)
     start = 0
     for n in lengths:
-        part = Routing(*(tensor[:, start : start + n] for tensor in routing))
+        part = Routing(*(tensor[:, start : start + n] for tensor in routing[:3]))
         for name, term in remoe.terms(recipe).items():
             alone[name] += float(term(part, segments_of(n)))
         for name, value in remoe.weights(segments_of(n), recipe).items():
@@ -238,7 +238,7 @@ def test_a_packed_row_equals_its_documents_alone_and_padding_counts_nothing(left
     padded = Segments.of(layout([lengths], sum(lengths) + 9, left))
     noise = random_routing(3, sum(lengths) + 9, 8, 2, seed=1)
     at = slice(9, None) if left else slice(0, sum(lengths))
-    for tensor, real in zip(noise, routing, strict=True):
+    for tensor, real in zip(noise[:3], routing[:3], strict=True):
         tensor[:, at] = real
     close(means(noise, padded, recipe), means(routing, whole, recipe), rel=1e-12)
 
@@ -350,7 +350,7 @@ def test_scale_multiplies_the_locality_terms_only():
 
 def test_every_objective_has_the_three_functions():
     for name, module in OBJECTIVES.items():
-        assert module.__name__.endswith(name)
+        assert module.__name__.endswith(name.replace("-", "_"))
         terms = module.terms(Objective())
         assert set(terms) == set(module.scales(Objective(), 1, 10))
         assert set(terms) | {"ce"} == set(module.weights(segments_of(3), Objective()))

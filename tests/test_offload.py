@@ -5,8 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from decoding import BOTH, DEVICES, dtype_of, NEW, PROMPT
-from slow_policies import History, slow_cache
+from decoding import BOTH, DEVICES, dtype_of, heads_of, NEW, PROMPT, slow_counts
 from slow_reference import slow_replay
 from tiny_models import EXPERTS, MODEL_TYPES, TOP_K, VOCABULARY
 
@@ -130,36 +129,23 @@ def test_counts_equal_the_slow_replay_and_the_simulator(checkpoint):
 @pytest.mark.parametrize("policy", live_policies())
 def test_every_live_policy_counts_as_the_simulator(folders, policy):
     with OffloadedDecoder(Checkpoint.open(folders("qwen3_moe", torch.bfloat16)), EXPERTS) as decoder:
-        for admission, capacity in product(("forced", "bypass"), (2, 3, 5)):
+        decoder.apply_gates({}, heads_of(decoder))
+        admissions = ("forced", "bypass") if choose(policy).policy.admits else ("bypass",)
+        for admission, capacity in product(admissions, (2, 3, 5)):
             decoder.configure(capacity, policy, admission=admission)
             done = decoder.decode(PROMPT, 24)
-            counts = (done.counts.hits, done.counts.misses, done.counts.evictions)
+            counts = (done.counts.hits, done.counts.misses, done.counts.evictions, done.counts.proactive)
             assert slow_counts(done.trace, policy, capacity, admission) == counts, (admission, capacity)
             simulated = replay(done.trace, policy, capacity, admission=admission)
-            assert (simulated.hits, simulated.misses, simulated.evictions) == counts, (admission, capacity)
-            assert done.counts.decode.reads == done.counts.misses
-
-
-def slow_counts(trace: RoutingTrace, policy: str, capacity: int, admission: str) -> tuple[int, int, int]:
-    """Hits, misses and evictions of one request, by the slow twins."""
-    decoded, totals = trace.decode(), [0, 0, 0]
-    for layer in range(trace.n_layers):
-        past = History(
-            decoded.experts[:, layer, ::-1].tolist(), 1, trace.n_experts, decoded.weights[:, layer, ::-1].tolist(),
-            None if decoded.probabilities is None else decoded.probabilities[:, layer].tolist(),
-            parameter=choose(policy).parameter,
-        )  # fmt: skip
-        for step in slow_cache(policy, capacity, admission, past)[0]:
-            for place, part in enumerate((step.hits, step.misses, step.evicted)):
-                totals[place] += len(part)
-    return tuple(totals)
+            assert (simulated.hits, simulated.misses, simulated.evictions, simulated.proactive) == counts
+            assert done.counts.decode.reads == done.counts.misses + done.counts.proactive
 
 
 def test_the_trace_holds_the_routers_probabilities_where_they_are_wanted(folders):
     for family in MODEL_TYPES:
         with OffloadedDecoder(Checkpoint.open(folders(family)), 3) as decoder:
             assert decoder.decode(PROMPT, 4).trace.probabilities is None
-            trace = decoder.decode(PROMPT, 4, keep_probabilities=True).trace
+            trace = decoder.decode(PROMPT, 4, keep_scores=True).trace
             chances = trace.probabilities
             assert chances.shape == (len(PROMPT) + 3, trace.n_layers, EXPERTS) and chances.dtype == np.float16
             np.testing.assert_allclose(chances.astype(np.float32).sum(-1), 1, atol=5e-3)

@@ -10,10 +10,11 @@ from foreign_traces import cacheable_by_design, esft, first_requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_traces import as_trace, counts, PROBABILITIES, random_trace
-from slow_policies import History, slow_cache, textbook_arc, textbook_s3fifo
+from slow_policies import foreseen, History, slow_cache, textbook_arc, textbook_s3fifo
 
 from remoe_cli.cache import ExpertCache, POLICIES, replay
 from remoe_cli.cache.policies import choose
+from remoe_cli.cache.policy import SCORES
 from remoe_cli.routing import RoutingTrace
 
 # One row a policy: the ways to ask for it that the properties below are tried with.
@@ -32,11 +33,23 @@ ROWS = {
     "decayed_weight": ["decayed_weight", "decayed_weight:0.5", "decayed_weight:0", "decayed_weight:1"],
     "decayed": ["decayed", "decayed:0.5"],
     "retention": ["retention"],
+    "temporal": ["temporal"],
+    "temporal_decayed": ["temporal_decayed", "temporal_decayed:0.3:0.5", "temporal_decayed:0", "temporal_decayed:2:1"],
+    "gate_ahead": ["gate_ahead", "gate_ahead:2", "gate_ahead:3:0.2", "gate_ahead:0"],
+    "spatio_temporal": ["spatio_temporal", "spatio_temporal:1", "spatio_temporal:3:0.25", "spatio_temporal:0"],
+    "spatio": ["spatio", "spatio:1", "spatio:4:0.1", "spatio:0"],
     "hindsight": ["hindsight"],
     "belady": ["belady"],
 }
 ADMISSIONS = ("forced", "bypass")
-CELLS = [(policy, admission) for policy in ROWS for admission in ADMISSIONS]
+CELLS = [
+    (policy, admission)
+    for policy in ROWS
+    for admission in ADMISSIONS
+    if POLICIES[policy].admits or admission == "bypass"
+]
+AHEAD = [policy for policy in ROWS if POLICIES[policy].refines]
+READS_SCORES = [policy for policy in ROWS if {*SCORES} & {*POLICIES[policy].needs}]
 
 
 def test_every_policy_has_a_row():
@@ -50,9 +63,9 @@ BRIEF = settings(max_examples=10, deadline=None)
 
 
 @st.composite
-def histories(draw) -> History:
+def histories(draw, most_layers=2) -> History:
     """Uneven steps of 1 to 4 of 5 experts in 1 or 2 layers, as batches make them, with all that a policy may need."""
-    layers = draw(st.integers(1, 2))
+    layers = draw(st.integers(1, most_layers))
     step = st.lists(st.integers(0, 4), min_size=1, max_size=4, unique=True)
     steps = [
         [at % layers * 5 + one for one in own] for at, own in enumerate(draw(st.lists(step, min_size=1, max_size=16)))
@@ -65,15 +78,18 @@ def histories(draw) -> History:
         weights=[draw(st.lists(number, min_size=len(one), max_size=len(one))) for one in steps],
         scores=[draw(st.lists(number, min_size=5, max_size=5)) for _ in steps],
         fit=draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 5.0]), min_size=5 * layers, max_size=5 * layers)),
+        heads=[draw(st.lists(number, min_size=5, max_size=5)) for _ in steps],
+        ahead=[draw(st.none() | st.lists(number, min_size=5, max_size=5)) for _ in steps],
     )
 
 
 @pytest.mark.parametrize(("policy", "admission"), CELLS)
 @RANDOM
-@given(past=histories(), capacity=st.integers(1, 9), data=st.data())
-def test_live_steps_equal_the_slow_twin(policy, admission, past, capacity, data):
+@given(capacity=st.integers(1, 9), data=st.data())
+def test_live_steps_equal_the_slow_twin(policy, admission, capacity, data):
+    past = data.draw(histories(most_layers=1 if policy in AHEAD else 2))
     asked = data.draw(st.sampled_from(ROWS[policy]))
-    past.parameter = choose(asked).parameter
+    past.parameter, past.second = choose(asked)[2:]
     cache = ExpertCache(
         capacity,
         asked,
@@ -86,9 +102,14 @@ def test_live_steps_equal_the_slow_twin(policy, admission, past, capacity, data)
     slow, preloaded = slow_cache(policy, min(capacity, 5 * past.layers), admission, past)
     assert cache.proactive == preloaded
     for at, (touched, expected) in enumerate(zip(past.steps, slow, strict=True)):
-        got = cache.step(touched, past.weights[at], past.scores[at], layer=at % past.layers)
+        if policy in AHEAD and past.ahead[at] is not None:
+            came = cache.refine(past.ahead[at])
+            assert (sorted(came.admitted), sorted(came.evicted)) == (sorted(past.came[at]), sorted(past.went[at]))
+        got = cache.step(touched, past.weights[at], past.scores[at], past.heads[at], layer=at % past.layers)
         assert got[:3] == (tuple(expected.hits), tuple(expected.misses), tuple(expected.admitted))
         assert sorted(got.evicted) == sorted(expected.evicted)
+    assert cache.proactive == preloaded + sum(map(len, past.came))
+    assert cache.evictions == sum(len(one.evicted) for one in slow) + sum(map(len, past.went))
 
 
 @pytest.mark.parametrize("admission", ADMISSIONS)
@@ -108,10 +129,11 @@ def test_queues_of_a_large_cache_with_large_steps(policy, admission):
 
 
 @st.composite
-def traces(draw, least_layers=1) -> RoutingTrace:
+def traces(draw, least_layers=1, prompts=False) -> RoutingTrace:
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     lengths = draw(st.lists(st.integers(1, 14), min_size=1, max_size=3))
     top_k = draw(st.integers(1, 3))
+    prompt = [draw(st.integers(0, length if at else length - 1)) if prompts else 0 for at, length in enumerate(lengths)]
     return random_trace(
         rng,
         sum(lengths),
@@ -119,24 +141,25 @@ def traces(draw, least_layers=1) -> RoutingTrace:
         top_k,
         draw(st.integers(top_k, 7)),
         np.cumsum([0, *lengths]),
+        np.concatenate([np.arange(length) < own for length, own in zip(lengths, prompt)]),
     )
 
 
 def slow_counts(trace, asked, capacity, admission, step, reset, pool, fit):
     """The same, by the slow twin: a cold cache a layer or one for all, for each request or for the whole trace."""
-    name, parameter = choose(asked)[0], choose(asked).parameter
+    name, parameter, second = choose(asked).name, *choose(asked)[2:]
     n_layers, n_experts = trace.n_layers, trace.n_experts
     n_requests = trace.n_requests
     hits, misses, proactive = [0] * n_requests, [0] * n_requests, [0] * n_requests
     token_misses = [0] * trace.n_tokens
     evictions = 0
-    fitted = trace if name == "hindsight" else fit
+    fitted = (trace if name == "hindsight" else fit).decode()
     spans = [(0, trace.n_tokens)] if reset == "never" else list(zip(trace.borders.tolist(), trace.borders.tolist()[1:]))
     for group in [list(range(n_layers))] if pool else [[layer] for layer in range(n_layers)]:
         uses = [float((fitted.experts[:, layer] == one).sum()) for layer in group for one in range(n_experts)]
         for low, high in spans:
-            steps, weights, scores, owners = [], [], [], []
-            for token in range(low, high):
+            steps, weights, scores, owners, heads, ahead = [], [], [], [], [], []
+            for token in [one for one in range(low, high) if not trace.prefill[one]]:
                 for place, layer in enumerate(group):
                     ids = [place * n_experts + int(one) for one in trace.experts[token, layer]][::-1]
                     values = [float(one) for one in trace.weights[token, layer]][::-1]
@@ -146,27 +169,35 @@ def slow_counts(trace, asked, capacity, admission, step, reset, pool, fit):
                         steps.append(ids[part])
                         weights.append(values[part])
                         scores.append([float(one) for one in trace.probabilities[token, layer]])
+                        heads.append(
+                            [] if trace.temporal is None else [float(one) for one in trace.temporal[token, layer]]
+                        )
+                        ahead.append(foreseen(name, trace, token, layer))
                         owners.append(token)
-            past = History(steps, len(group), n_experts, weights, scores, uses, parameter)
+            past = History(
+                steps, len(group), n_experts, weights, scores, uses, parameter, second=second, heads=heads, ahead=ahead
+            )
             slots = capacity * len(group)
             done, preloaded = slow_cache(name, slots, admission, past)
-            first = int(np.searchsorted(trace.borders, low, side="right")) - 1
-            proactive[first] += preloaded
-            for token, one in zip(owners, done, strict=True):
+            if owners:
+                proactive[int(np.searchsorted(trace.borders, owners[0], side="right")) - 1] += preloaded
+            for token, one, came, went in zip(owners, done, past.came, past.went, strict=True):
                 request = int(np.searchsorted(trace.borders, token, side="right")) - 1
                 hits[request] += len(one.hits)
                 misses[request] += len(one.misses)
                 token_misses[token] += len(one.misses)
-                evictions += len(one.evicted)
+                evictions += len(one.evicted) + len(went)
+                proactive[request] += len(came)
+    token_misses = np.array(token_misses)[~trace.prefill].tolist()
     total = sum(misses) + sum(proactive)
-    totals = trace.n_tokens, sum(hits) + sum(misses), sum(hits), sum(misses), evictions, sum(proactive), total
+    totals = len(token_misses), sum(hits) + sum(misses), sum(hits), sum(misses), evictions, sum(proactive), total
     return totals, hits, misses, proactive, token_misses
 
 
 @pytest.mark.parametrize(("policy", "admission"), CELLS)
 @RANDOM
 @given(
-    trace=traces(),
+    trace=traces(prompts=True),
     capacity=st.integers(1, 7),
     step=st.sampled_from(["atomic", "sequential"]),
     reset=st.sampled_from(["request", "never"]),
@@ -175,7 +206,8 @@ def slow_counts(trace, asked, capacity, admission, step, reset, pool, fit):
 )
 def test_compiled_and_plain_replay_equal_the_slow_twin(policy, admission, trace, capacity, step, reset, pool, data):
     asked = data.draw(st.sampled_from(ROWS[policy]))
-    if pool or "probabilities" in POLICIES[policy].needs:
+    pool = pool and policy not in AHEAD
+    if pool or policy in READS_SCORES:
         step = "atomic"
     fit = random_trace(np.random.default_rng(trace.n_tokens), 20, trace.n_layers, trace.top_k, trace.n_experts)
     options = {"admission": admission, "step": step, "reset": reset, "pool": pool, "fit": fit}
@@ -214,11 +246,11 @@ def test_a_long_skewed_run_is_the_textbook(policy, textbook):
 @BRIEF
 @given(trace=traces(), capacity=st.integers(1, 7), reset=st.sampled_from(["request", "never"]), pool=st.booleans())
 def test_nobody_loads_less_than_belady(policy, admission, trace, capacity, reset, pool):
-    options = {"admission": admission, "reset": reset, "pool": pool, "fit": trace, "threads": 1}
+    options = {"admission": admission, "reset": reset, "pool": pool and policy not in AHEAD, "fit": trace, "threads": 1}
     assert replay(trace, policy, capacity, **options).loads >= replay(trace, "belady", capacity, **options).loads
 
 
-@pytest.mark.parametrize("policy", [name for name in ROWS if not POLICIES[name].preload])
+@pytest.mark.parametrize("policy", [name for name in ROWS if not POLICIES[name].preload and name not in AHEAD])
 @BRIEF
 @given(trace=traces(), reset=st.sampled_from(["request", "never"]))
 def test_forced_at_k_slots_is_lru_whatever_the_policy(policy, trace, reset):
@@ -226,7 +258,7 @@ def test_forced_at_k_slots_is_lru_whatever_the_policy(policy, trace, reset):
     assert counts(one) == counts(lru)
 
 
-@pytest.mark.parametrize(("policy", "admission"), CELLS)
+@pytest.mark.parametrize(("policy", "admission"), [cell for cell in CELLS if cell[0] not in AHEAD])
 @BRIEF
 @given(trace=traces())
 def test_with_room_for_all_only_cold_misses_are_left(policy, admission, trace):
@@ -241,7 +273,7 @@ def test_with_room_for_all_only_cold_misses_are_left(policy, admission, trace):
         assert done.request_misses.tolist() == each and done.evictions == 0
 
 
-@pytest.mark.parametrize("policy", [name for name in ROWS if "probabilities" not in POLICIES[name].needs])
+@pytest.mark.parametrize("policy", [name for name in ROWS if name not in READS_SCORES])
 def test_bounds_and_twin_on_a_real_trace(policy, shared):
     """DeepSeek-V2-Lite: 10 samples in 6 layers against the bounds, one of them in one layer against the twin."""
     trace = first_requests(esft(shared("data/traces/esft/intent.npz")), 10, 6)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 import yaml
 from commands import make_model, make_texts, QUICK, refused, Remoe
 from huggingface_hub import ModelCard, ModelCardData
@@ -212,19 +213,22 @@ def remoe(hub, tmp_path, work):
 
 def test_push_pull_and_apply(hub, remoe, base, work):
     commit = hub.repos["model", BASE].refs["main"]
-    make_run(base, commit)
+    run = make_run(base, commit)
+    replace(Delta.load(run.delta), heads={"model.layers.0.mlp.gate.temporal": torch.ones(8, 32)}).save(run.delta)
     code, out, err = remoe("push", "a-run")
     assert code == 0 and "Pushed to" in out, err
     card = ModelCard(hub.files("model", "me/tiny-moe-remoe")["README.md"].decode())
     assert isinstance(card.data, ModelCardData)
     assert (card.data.base_model, card.data.license, card.data.license_name) == (BASE, "other", "tiny-1.0")
     assert card.data.to_dict()["base_model_relation"] == "adapter" and card.data.library_name == "remoe"
+    assert "`heads.safetensors` holds heads" in card.text and "in the model is unchanged" in card.text
     assert f"{BASE}@{commit}" in card.text and "7 of " in card.text and "https://example.org/tiny" in card.text
 
     code, out, err = remoe("pull", "me/tiny-moe-remoe")
     assert code == 0 and f"Base {BASE}@{commit}" in out and "remoe apply tiny-moe-remoe" in out, err
     pulled = {path.name: path.read_bytes() for path in (work / "tiny-moe-remoe").iterdir()}
     assert pulled == {n: data for n, data in hub.files("model", "me/tiny-moe-remoe").items() if n != ".gitattributes"}
+    assert pulled["heads.safetensors"] == (run.delta / "heads.safetensors").read_bytes()
     code, out, err = remoe("pull", "me/tiny-moe-remoe")
     assert code == 1 and "not an empty folder" in err
     code, out, err = remoe("apply", "me/tiny-moe-remoe", BASE, "--out", "patched", HF_HUB_DISABLE_XET="0")

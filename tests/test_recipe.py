@@ -42,6 +42,51 @@ def test_the_papers_settings():
     assert (t.lr_warmup * t.steps, o.reuse_warmup * t.steps, o.consistency_warmup * t.steps) == (200, 400, 800)
 
 
+@pytest.mark.parametrize(
+    ("family", "cache", "tau", "coverage", "lr"), [("qwen3_moe", 20, 0.03, 0.1, 1e-5), ("gpt_oss", 8, 0.05, 0.01, 5e-6)]
+)
+def test_cacherouters_settings(family, cache, tau, coverage, lr):
+    texts = {
+        "": ("openai/gsm8k:main", 512, 467),
+        "-math": ("DigitalLearningGmbH/MATH-lighteval", 2048, 469),
+        "-csqa": ("tau/commonsense_qa", 512, 609),
+    }
+    for kind in ("temporal", "spatio-temporal"):
+        for ending, (source, sequence, steps) in texts.items():
+            found = recipe.load(f"cacherouter-{kind}{ending}", family)
+            o, t, d = found.objective, found.train, found.data
+            assert found.name == f"cacherouter-{kind}{ending}" and o.name == f"coverage-{kind}" and t.scope == "full"
+            assert (o.cache, o.tau, o.coverage, t.lr) == (cache, tau, coverage, lr)
+            assert (t.schedule, t.lr_warmup, t.weight_decay, t.clip) == ("cosine", 0.03, 0.1, 1.0)
+            assert (d.source, t.sequence, t.steps, d.labels) == (source, sequence, steps, "answers")
+            assert o.trust == o.reuse == o.smooth == o.lag == o.window == o.reuse_warmup == 0 and not o.detach_target
+            assert found.heads == {"temporal": ("temporal",), "spatio-temporal": ("temporal", "spatio")}[kind]
+    control = recipe.load("lm-only", family)
+    assert (control.train.lr, control.train.scope, control.heads, control.objective.trust) == (lr, "full", (), 0)
+
+
+@pytest.mark.parametrize("family", ["demo", *FAMILIES])
+def test_what_the_recipes_with_heads_train(family):
+    gates, heads = recipe.load("gate-cacherouter", family), recipe.load("heads-only", family)
+    assert (gates.train.scope, gates.heads, gates.objective.trust) == ("gates+heads", ("temporal",), 0.45)
+    assert (heads.train.scope, heads.heads) == ("heads", ("temporal",))
+    assert recipe.load("resident-mass", family).objective.name == "resident-mass"
+    assert recipe.load("decayed-coverage", family).heads == ()
+
+
+def test_a_familys_recipe_extends_the_common_one_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "folder", lambda: tmp_path)
+    (tmp_path / "mixtral").mkdir()
+    (tmp_path / "one.yaml").write_text("train: {steps: 5, lr: 1e-3}")
+    (tmp_path / "mixtral/one.yaml").write_text("extends: one\ntrain: {lr: 1e-4}")
+    (tmp_path / "two.yaml").write_text("extends: one\ntrain: {seed: 3}")
+    found, other = recipe.load("two", "mixtral"), recipe.load("two", "olmoe")
+    assert (found.train.steps, found.train.lr, found.train.seed) == (5, 1e-4, 3) and other.train.lr == 1e-3
+    (tmp_path / "mixtral/alone.yaml").write_text("extends: alone")
+    with pytest.raises(RecipeError, match="extends itself"):
+        recipe.load("alone", "mixtral")
+
+
 @pytest.mark.parametrize("family", ["demo", "any other"])
 def test_the_remoe_recipes_comment_every_key(family):
     lines = recipe.shipped(family)["remoe"].read_text().splitlines()
@@ -93,6 +138,9 @@ def test_any_text_survives_the_round_trip(tmp_path_factory, source):
         ("train.dtype=int8", "float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
         ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.reuse_tokens=0", "between 1 and 64"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
         ("objective.lags=12", "a list"), ("objective.lags=[1.5]", "a list"), ("objective.lags=[[1]]", "a list"), ("objective.lags=[.inf]", "a list"),
+        ("objective.name=spatio-only", "by its head alone"), ("train.scope=heads", "no heads"), ("train.scope=all", "gates\\+lora"),
+        ("train.schedule=linear", "cosine"), ("train.lora_rank=0", "between 1 and 1024"), ("objective.tau=0", "above 0"),
+        ("objective.decay=1", "below 1"), ("objective.coverage=-1", "at least 0"), ("objective.policy=temporal", "needs no heads"),
         ("objective.trust=-1", "at least 0"), ("objective.policy=belady", "lru"), ("objective.admission=none", "bypass"), ("objective.reuse_warmup=2", "between 0 and 1"), ("data.format=xml", "prefix"), 
         ("name=../../esc", "letters"), ("name=", "letters"), ("name=" + "x" * 61, "letters"), ("name=[red]", "letters"), ("name=a/b", "letters"),
         ("train.lr=\x00", "not valid YAML"), ("train.lr=" + "[" * 3000, "not valid YAML"),
@@ -108,7 +156,8 @@ def test_bad_overrides_are_named(override, words):
 @pytest.mark.parametrize("family", ["demo", *FAMILIES])
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
-        "other", recipe.Objective("x", "base", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5, 0.5, 3, "lfu", "bypass", 0.5, 0.5), recipe.Train(*[2] * 4, *[0.25] * 4, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
+        "other", recipe.Objective("spatio-only", "base", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5, 0.5, 3, "lfu", "bypass", *[0.5] * 3, True, 0.5, 0.5),
+        recipe.Train(*[2] * 4, *[0.25] * 3, "cosine", "+2%", "gates+heads", 3, 0.25, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 6), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)

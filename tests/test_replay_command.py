@@ -122,7 +122,16 @@ def test_all_shows_every_policy_or_says_what_it_lacks(remoe, file):
     assert shown | {*missing} == {*POLICIES} and not shown & {*missing}
     for name, reason in missing.items():
         needs = POLICIES[name].needs
-        option = "--probabilities" if "probabilities" in needs else "--fit" if "fit" in needs else "remoe trace"
+        headed = {"temporal", "spatio"} & {*needs}
+        option = (
+            "of a delta that has"
+            if headed
+            else "--probabilities"
+            if "probabilities" in needs
+            else "--fit"
+            if "fit" in needs
+            else "remoe trace"
+        )
         assert not reason.endswith(".")
         assert option in reason
     assert {"decayed", "static", "gate"} <= {*missing} and {"lru", "belady", "hindsight"} <= shown
@@ -132,12 +141,15 @@ def test_a_complete_trace_lacks_nothing(remoe, trace, tmp_path):
     rng = np.random.default_rng(1)
     whole = random_trace(
         weights=rng.random((36, LAYERS, TOP_K), dtype=np.float32),
-        probabilities=rng.dirichlet(np.ones(EXPERTS), size=(36, LAYERS)),
+        **{
+            name: rng.dirichlet(np.ones(EXPERTS), size=(36, LAYERS)) for name in ("probabilities", "temporal", "spatio")
+        },
     )
     write(whole, tmp_path / "whole.trace")
     write(trace, tmp_path / "other.trace")
     got = result(remoe("replay", "whole.trace", "--cache", "4", "--fit", "other.trace", "--json"))
-    assert {cell["policy"] for cell in got["cells"]} == {*POLICIES} and not got["unavailable"]
+    assert {cell["policy"] for cell in got["cells"]} == {*POLICIES}
+    assert {(one["policy"], one["admission"]) for one in got["unavailable"]} == {("spatio", "forced")}
     static = cells_of(got)["static", "forced", 4]
     assert static["misses"] == replay(whole, "static", 4, fit=trace, engine="python").misses
     assert static["proactive"] == LAYERS * 4 * 3  # a fresh cache each request
@@ -340,7 +352,7 @@ def test_the_table_is_narrow_and_keeps_every_size(remoe, file):
     ran = remoe("replay", file, "--cache", "2,3,4,5,6,7,8", "--policy", "all")
     titles = [word for line in ran.out.splitlines() if line.startswith("  ") for word in line.split("C = ")[1:]]
     assert [int(word) for word in titles] == [2, 3, 4, 5, 6, 7, 8]
-    assert "n/a: decayed, retention: " in ran.out and "--probabilities" in ran.out
+    assert "n/a: decayed, retention, gate_ahead: " in ran.out and "--probabilities" in ran.out
 
 
 def test_intervals_need_more_than_one_request(remoe, tmp_path):

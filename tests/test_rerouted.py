@@ -9,7 +9,7 @@ import torch
 from slow_rerouting import slow_reroute
 from tiny_models import EXPERTS, MODEL_TYPES, TOP_K
 
-from remoe_cli.cache import ExpertCache, live_policies, replay
+from remoe_cli.cache import choose, ExpertCache, live_policies, replay
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, DataError, FamilyError
 from remoe_cli.families import FAMILIES, find_gates, RouterTap
@@ -110,6 +110,13 @@ def test_rows_beyond_those_asked_for_do_not_count(qwen):
 def test_the_simulator_counts_what_the_runner_counted(qwen, admission):
     gates = find_gates(qwen)
     for policy in live_policies():
+        of = choose(policy).policy
+        if of.refines or {"temporal", "spatio"} & set(of.needs):
+            with pytest.raises(CacheError, match="no heads"):
+                measure_rerouted(
+                    qwen, gates, DOCUMENTS, SEQUENCE, 4, None, capacity=4, policy=policy, admission="bypass"
+                )
+            continue
         for capacity, rule in ((1, None), (2, Rule("max-rank", 6, 1)), (4, Rule("cache-prior", 0.4, 1))):
             done = measure_rerouted(
                 qwen, gates, DOCUMENTS, SEQUENCE, 4, rule, capacity=capacity, policy=policy, admission=admission
@@ -173,7 +180,7 @@ def test_a_pass_without_requests_changes_nothing(qwen):
     with torch.inference_mode():
         stock = qwen(input_ids=ids, use_cache=False).logits
         with Rerouter(
-            gates, Rule("cache-prior", 9, 0), lambda: ExpertCache(3, n_experts=EXPERTS), renormalised=True
+            gates, Rule("cache-prior", 9, 0), lambda _layer: ExpertCache(3, n_experts=EXPERTS), renormalised=True
         ) as rerouter:
             rerouter.start([])
             with pytest.raises(FamilyError, match=r"layers .0, 1, 2. did nothing"):

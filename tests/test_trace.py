@@ -48,7 +48,7 @@ def test_shapes_and_types():
         ({"weights": np.zeros((5, 1, 3))}, "weights: want floats"),
         ({"weights": np.zeros((5, 1, 2), dtype=int)}, "weights: want floats"),
         ({"probabilities": np.zeros((5, 1, 2))}, r"probabilities: want floats \[5, 1, 4\]"),
-        ({"head_scores": np.zeros((5, 1, 4), dtype=int)}, "head_scores: want floats"),
+        ({"temporal": np.zeros((5, 1, 4), dtype=int)}, "temporal: want floats"),
     ],
 )
 def test_refuses(changes, message):
@@ -66,12 +66,12 @@ def test_decode_drops_the_prompt_and_keeps_the_requests():
 
 def test_decode_and_concat_carry_the_scores_of_all_experts():
     every = np.arange(20, dtype=np.float16).reshape(5, 1, 4)
-    one = trace(probabilities=every, head_scores=every + 1)
+    one = trace(probabilities=every, temporal=every + 1)
     assert one.decode().probabilities.tolist() == [[[8, 9, 10, 11]], [[16, 17, 18, 19]]]
-    assert one.decode().head_scores.tolist() == [[[9, 10, 11, 12]], [[17, 18, 19, 20]]]
+    assert one.decode().temporal.tolist() == [[[9, 10, 11, 12]], [[17, 18, 19, 20]]]
     both = RoutingTrace.concat([one, one])
     assert np.array_equal(both.probabilities, np.concatenate([every, every]))
-    assert np.array_equal(both.head_scores, np.concatenate([every, every]) + 1)
+    assert np.array_equal(both.temporal, np.concatenate([every, every]) + 1)
 
 
 def test_decode_of_a_trace_without_prompts_is_the_trace():

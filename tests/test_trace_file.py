@@ -34,7 +34,7 @@ VERSION, FLAGS, TOKENS, LAYERS, EXPERTS, TOP_K, CHECKSUM, REQUESTS, PROVENANCE, 
     48,
     56,
 )
-ARRAYS = ("experts", "borders", "prefill", "weights", "probabilities", "head_scores")
+ARRAYS = ("experts", "borders", "prefill", "weights", "probabilities", "temporal", "spatio")
 
 
 def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int, scores: str = "") -> RoutingTrace:
@@ -45,7 +45,7 @@ def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int
     prefill = np.zeros(tokens, dtype=bool)
     for start, stop in zip(borders, borders[1:]):
         prefill[start : start + rng.integers(0, stop - start + 1)] = True
-    wide = {"p": "probabilities", "h": "head_scores"}
+    wide = {"p": "probabilities", "t": "temporal", "s": "spatio"}
     return RoutingTrace(
         experts=np.argsort(ranked, -1)[..., :top_k],
         borders=borders,
@@ -53,7 +53,7 @@ def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int
         n_experts=n_experts,
         weights=rng.random((tokens, layers, top_k)) if "w" in scores else None,
         provenance={"model": "Modell-ä", "seed": seed, "layers": list(range(layers))},
-        **{name: rng.random(ranked.shape) - (letter == "h") / 2 for letter, name in wide.items() if letter in scores},
+        **{name: rng.random(ranked.shape) for letter, name in wide.items() if letter in scores},
     )
 
 
@@ -86,9 +86,9 @@ def slowly(path: Path) -> dict:
     take("borders", "q", requests + 1)
     take("prefill", "?", tokens)
     take("experts", "h", tokens, layers, top_k)
-    for bit, (name, width) in enumerate((("weights", top_k), ("probabilities", n_experts), ("head_scores", n_experts))):
+    for bit, name in enumerate(("weights", "probabilities", "temporal", "spatio")):
         if flags >> bit & 1:
-            take(name, "e", tokens, layers, width)
+            take(name, "e", tokens, layers, n_experts if bit else top_k)
     start = (at + 63) // 64 * 64
     assert start + facts == len(raw)
     found["provenance"] = json.loads(raw[start:])
@@ -108,7 +108,8 @@ def test_the_header_is_documented_to_the_byte():
     sections = re.findall(r"^\| ([a-z ]+) \| ([iuf]\d+) (\[.*?\]) \|", page, re.MULTILINE)
     assert [f"{name} {kind} {shape}" for name, kind, shape in sections] == [
         "borders i64 [R + 1]", "phase u8 [T]", "experts i16 [T, L, K]", "weights f16 [T, L, K]",
-        "probabilities f16 [T, L, E]", "head scores f16 [T, L, E]",
+        "probabilities f16 [T, L, E]", "temporal f16 [T, L, E]",
+        "spatio f16 [T, L, E]",
     ]  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def test_the_header_is_documented_to_the_byte():
     layers=st.integers(1, 4),
     spare=st.integers(0, 5),
     top_k=st.integers(1, 4),
-    scores=st.sampled_from(["", "w", "p", "wp", "wh", "wph"]),
+    scores=st.sampled_from(["", "w", "p", "wp", "wt", "ws", "wpts"]),
 )
 def test_what_is_written_is_read(tmp_path_factory, seed, tokens, layers, spare, top_k, scores):
     path = tmp_path_factory.mktemp("t") / "t.trace"
@@ -203,7 +204,7 @@ def test_every_truncation_is_refused(tmp_path):
         (0, "B", 0, "does not begin with REMOETRC"),
         (VERSION, "I", 2, "version 2; this remoe reads version 1"),
         (VERSION, "I", 0, "version 0"),
-        (FLAGS, "I", 8 + 3, "flags that version 1 does not know"),
+        (FLAGS, "I", 16 + 3, "flags that version 1 does not know"),
         (FLAGS, "I", 1, "the shapes in its header come to"),
         (CHECKSUM, "I", 1, "its checksum is not that of its content"),
         (TOKENS, "Q", 21, "the shapes in its header come to"),
@@ -319,14 +320,13 @@ def test_a_request_that_became_empty_is_named_and_not_its_phases(tmp_path):
     broken(path, "request 1 is empty")
 
 
-def test_minus_zero_is_a_weight_and_head_scores_may_be_below_0(tmp_path):
+def test_minus_zero_is_a_weight(tmp_path):
     trace = RoutingTrace(
         np.array([[[0]]]),
         np.array([0, 1]),
         np.zeros(1, bool),
         2,
         np.array([[[-0.0]]]),
-        head_scores=np.array([[[-2.0, 1]]]),
     )
     write(trace, tmp_path / "t.trace")
     assert equal(read(tmp_path / "t.trace"), trace)

@@ -64,11 +64,12 @@ class Counts:
         self._misses_R = np.zeros(trace.n_requests, np.int64)
         self._evictions = 0
 
-    def add(self, layers: slice, runs: np.ndarray, missed, request_misses, evictions: int, ahead_L, lengths) -> None:
-        """What came of the runs of one cache over `layers`. missed [tokens, layers], request_misses [R, layers]; ahead_L:
-        loads ahead of need at the start of each run; lengths: [tokens, layers] accesses, or None where each is K."""
-        starts, tokens = self._plan.owner_N[runs[:-1]], slice(runs[0], runs[-1])
-        times_R = np.bincount(starts, minlength=len(self._loads_RL))
+    def add(
+        self, layers: slice, runs: np.ndarray, missed, request_misses, evictions: int, request_ahead, lengths
+    ) -> None:
+        """What came of the runs of one cache over `layers`. missed [tokens, layers]; request_misses,
+        request_ahead [R, layers]: loads on demand and ahead of need; lengths: [tokens, layers] accesses, or None where each is K."""
+        tokens = slice(runs[0], runs[-1])
         with self._lock:
             for column in range(missed.shape[1]):
                 self._misses_N[tokens] += missed[:, column]
@@ -76,9 +77,9 @@ class Counts:
                 if self._accesses_N is None:
                     self._accesses_N = np.zeros(self._plan.n_tokens, np.int64)
                 self._accesses_N[tokens] += lengths.sum(axis=1)
-            self._loads_RL[:, layers] += request_misses + times_R[:, None] * ahead_L
+            self._loads_RL[:, layers] += request_misses + request_ahead
             self._misses_R += request_misses.sum(axis=1)
-            self._proactive_R += times_R * int(ahead_L.sum())
+            self._proactive_R += request_ahead.sum(axis=1)
             self._evictions += evictions
 
     def replay(self, slots: int, staging: int) -> Replay:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from remoe_cli.cache.ahead import candidates
 from remoe_cli.cache.policies import choose, live_policies
-from remoe_cli.cache.policy import leave, memory
+from remoe_cli.cache.policy import leave, memory, Policy
 from remoe_cli.errors import CacheError
 
 ADMISSIONS = ("forced", "bypass")
@@ -29,6 +30,13 @@ class Step(NamedTuple):
     evicted: tuple[int, ...]
 
 
+class Refined(NamedTuple):
+    """What came in ahead of a step, best first, each a load, and what left for it, as expert ids."""
+
+    admitted: tuple[int, ...]
+    evicted: tuple[int, ...]
+
+
 class ExpertCache:
     """At most `capacity` resident experts, and counts of what was asked of them.
 
@@ -42,8 +50,8 @@ class ExpertCache:
     sizes: by id; capacity is then in their unit, and forced admission may exceed it by the experts of one step.
 
     Counters, in experts, since construction or reset: hits, misses, evictions, proactive.
-    Rules: docs/replay.md. Raises CacheError for a capacity below 1, an unknown policy or admission,
-    or an oracle without a future.
+    Rules: docs/replay.md. Raises CacheError for a capacity below 1, an unknown policy or admission, an oracle without a
+    future, or a policy that does not go with the admission or with a pool.
     """
 
     def __init__(
@@ -70,6 +78,8 @@ class ExpertCache:
                 f"only replay knows; a decoder can use {', '.join(live_policies())}",
                 HINT,
             )
+        if (why := unfit(self.policy, admission, n_layers > 1)) is not None:
+            raise CacheError(f"policy {chosen.name}: {why}", f"{HINT} --policy lru")
         self.capacity, self.admission = capacity, admission
         self._n_experts, self._n_layers, self._sizes = n_experts, n_layers, sizes
         self._constants = chosen.constants
@@ -101,13 +111,14 @@ class ExpertCache:
         touched: Sequence[int],
         weights: Sequence[float] | None = None,
         probabilities: Sequence[float] | None = None,
+        temporal: Sequence[float] | None = None,
         *,
         layer: int = 0,
     ) -> Step:
         """Serves one step that asks for the distinct experts `touched`, in touch order (the last is the most recent).
 
-        weights: routing weights of `touched`; probabilities: [n_experts] of this step's layer; each for policies that need
-        it. Hits count against the contents before the step. Raises ValueError where an expert is named twice, or where
+        weights: routing weights of `touched`; probabilities, temporal: [n_experts] of this step's layer, the router's and
+        its temporal head's; each for policies that need it. Hits count against the contents before the step. Raises ValueError where an expert is named twice, or where
         the policy needs what was not given.
         """
         m, policy, resident = self._memory, self.policy, self.resident
@@ -118,6 +129,10 @@ class ExpertCache:
             if probabilities is None:
                 raise ValueError("the policy needs router probabilities, and the step has none")
             policy.observe(m, probabilities, layer * self._n_experts)
+        if "temporal" in policy.needs:
+            if temporal is None:
+                raise ValueError("the policy needs the scores of a temporal head, and the step has none")
+            m.head[layer * self._n_experts : (layer + 1) * self._n_experts] = temporal
         first = self._clock
         hits: list[int] = []
         misses: list[int] = []
@@ -129,19 +144,46 @@ class ExpertCache:
             m.last[expert] = self._clock
         self.hits += len(hits)
         self.misses += len(misses)
-        if not misses and self._sizes is None:  # the contents fit as before
-            return Step(tuple(hits), (), (), ())
+        if not policy.admits or (not misses and self._sizes is None):  # the contents are as before
+            return Step(tuple(hits), tuple(misses), (), ())
         resident.update(misses)
         gone = self._make_room(first if self.admission == "forced" else NOTHING_PROTECTED)
         evicted = tuple(gone.difference(misses))
         self.evictions += len(evicted)
         return Step(tuple(hits), tuple(misses), tuple([one for one in misses if one not in gone]), evicted)
 
-    def fill(self, scores: Sequence[float], layer: int = 0) -> None:
-        """Fills this layer's share of the free slots with the top of `scores` [n_experts], free of charge."""
+    def refine(self, scores: Sequence[float], layer: int = 0) -> Refined:
+        """Ahead of a step, where the policy `refines`: walks the R best of `scores` [n_experts], see `scores_ahead`. One that
+        is not resident is loaded into a free slot, or takes the place of the resident of lowest score where its own is higher
+        by more than the margin. Raises ValueError for a policy that is not of this kind.
+        """
+        if not self.policy.refines:
+            raise ValueError("the policy loads nothing ahead of a step")
+        most, margin = self._constants
+        last, resident, base = self._memory.last, self.resident, layer * self._n_experts
+        admitted: list[int] = []
+        gone: set[int] = set()
+        for candidate in candidates(scores, int(most)):
+            expert = base + candidate
+            if expert in resident:
+                continue
+            if len(resident) >= self.capacity:
+                lowest = min(resident, key=lambda one: (scores[one - base], last[one], one))
+                if not scores[candidate] > scores[lowest - base] + margin:
+                    break
+                self._dismiss(lowest, gone)
+            resident.add(expert)
+            admitted.append(expert)
+        self.proactive += len(admitted)
+        self.evictions += len(gone)
+        return Refined(tuple(admitted), tuple(gone))
+
+    def fill(self, layer: int = 0) -> None:
+        """Fills this layer's share of the free slots with what the policy would keep longest, free of charge."""
+        assert self.policy.key is not None
         own = range(layer * self._n_experts, (layer + 1) * self._n_experts)
         free = self.capacity // self._n_layers - sum(expert in self.resident for expert in own)
-        best = sorted(own, key=lambda expert: (-scores[expert - own.start], expert))
+        best = sorted(own, key=lambda expert: (-self.policy.key(self._memory, expert), expert))  # type: ignore[misc]
         self.resident.update([expert for expert in best if expert not in self.resident][: max(0, free)])
 
     def _values(self, touched: Sequence[int], weights: Sequence[float] | None) -> Sequence[float]:
@@ -195,6 +237,15 @@ class ExpertCache:
         self.resident.remove(expert)
         gone.add(expert)
         self.policy.leave(self._memory, expert)
+
+
+def unfit(policy: Policy, admission: str, pool: bool) -> str | None:
+    """Why a policy can't be had so; None where it can."""
+    if not policy.admits and admission == "forced":
+        return "it keeps no expert that was missed, so it goes with admission bypass only"
+    if policy.refines and pool:
+        return "it loads ahead into the cache of one layer, so there is no pool for it"
+    return None
 
 
 def _next_use(future: Sequence[int], n_ids: int) -> tuple[list[int], list[int]]:

@@ -22,7 +22,9 @@ from numba.extending import register_jitable
 from remoe_cli.cache import policy as contract
 from remoe_cli.cache.compiled import compiled
 from remoe_cli.cache.expert_cache import NOTHING_PROTECTED
+from remoe_cli.cache.next_use import next_use
 from remoe_cli.cache.policy import Memory, Policy
+from remoe_cli.cache.refining import bring_in
 
 KNOWN = {*sys.stdlib_module_names, "numpy", "numba"}  # packages whose texts do not change between runs
 
@@ -30,16 +32,14 @@ KNOWN = {*sys.stdlib_module_names, "numpy", "numba"}  # packages whose texts do 
 @cache
 def kernel(policy: Policy) -> Callable[..., None]:
     """serve(...) of this policy: see `_build`."""
-    hooks = [policy.start, policy.observe, policy.touch, policy.key or contract.key]
-    hooks += [policy.victim or contract.victim, policy.leave]
+    hooks: list[Callable] = [policy.start, policy.observe, policy.touch, policy.key or contract.key]
+    hooks += [policy.victim or contract.victim, policy.leave, bring_in]
     stamp = _stamp(hooks)
-    start, observe, touch, key, victim, leave = [_jitable(hook) for hook in hooks]
     ranked = policy.key is not None
     steady = ranked and policy.leave is contract.leave  # no key changes while experts leave
-    observes, weighted, foreseeing = (need in policy.needs for need in ("probabilities", "weights", "future"))
-    serve = _build(
-        start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp or 0
-    )  # fmt: skip
+    needs = [need in policy.needs for need in ("probabilities", "temporal", "weights", "future")]
+    sums = [name in policy.refines for name in contract.SCORES]
+    serve = _build([_jitable(hook) for hook in hooks], ranked, steady, needs, sums, policy.admits, stamp or 0)
     return compiled(serve, keep=stamp is not None)
 
 
@@ -58,10 +58,11 @@ def prepare(policy: Policy) -> float | None:
     runs, where = frozen(np.zeros(1, np.int64)), (experts, none_of, True)
     if "future" in policy.needs:
         next_use(*where, ids, nothing, runs, frozen(uncounted), 0, 1, 1, np.empty(0, np.int32))
+    loads = np.zeros((0, 1), np.int64)
     serve(
-        arrays(1, 1, 1, [0.0], [0.0]), *where, False, ids, nothing, frozen(bits), frozen(bits), halves_as_floats(), none_of,
-        runs, none_of, frozen(uncounted), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16),
-        np.zeros((0, 1), np.int64), np.zeros(1, np.int64),
+        arrays(1, 1, 1, [0.0, 0.0], [0.0]), *where, False, ids, nothing, *[frozen(bits)] * 4, halves_as_floats(), none_of,
+        runs, none_of, runs, frozen(uncounted), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16), loads,
+        loads, np.zeros(1, np.int64),
     )  # fmt: skip
     return None if serve.stats.cache_hits else time.perf_counter() - start
 
@@ -104,7 +105,12 @@ def _stamp(hooks: list[Callable]) -> int | None:
     return int(hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:12], 16)
 
 
-def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, weighted, foreseeing, stamp):
+def _build(hooks, ranked, steady, needs, sums, admits, stamp):
+    start, observe, touch, key, victim, leave, bring_in = hooks
+    observes, heeds_head, weighted, foreseeing = needs
+    sums_probabilities, sums_temporal, sums_spatio = sums
+    refines = sums_probabilities or sums_temporal or sums_spatio
+
     def serve(
         m: Memory,
         experts: np.ndarray,
@@ -114,11 +120,14 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         ids: np.ndarray,
         offsets: np.ndarray,
         weights: np.ndarray,
-        scores: np.ndarray,
+        probabilities: np.ndarray,
+        temporal: np.ndarray,
+        spatio: np.ndarray,
         floats: np.ndarray,
         ahead: np.ndarray,
         runs: np.ndarray,
         owner: np.ndarray,
+        borders: np.ndarray,
         uncounted: np.ndarray,
         fill_first: bool,
         first_layer: int,
@@ -129,6 +138,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         forced: bool,
         missed: np.ndarray,
         request_misses: np.ndarray,
+        request_ahead: np.ndarray,
         evictions: np.ndarray,
     ) -> None:
         """Serves some runs of N tokens through one cache of m.now[2] layers from first_layer on, with a reset at the start of
@@ -137,10 +147,11 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         experts: [T, L, K]; tokens: [N] rows of it, or empty for all in order; backwards: touch each row from its end.
         sequential: each expert is a step of its own. Or ids, offsets: the touched experts of step token * layers + layer
         are ids[offsets[step] : offsets[step + 1]]; else both empty.
-        weights: [T, L, K], scores: [T, L, E], both float16 as uint16 for `floats`, or empty. ahead: next uses in service
-        order, or empty. runs: their borders. owner: [N]. uncounted: [N] bool, or empty. sizes: [ids], or empty for
-        slots; slots_at_least: as many surely fit.
-        Adds to missed [tokens of these runs, layers], and of counted tokens to request_misses [R, layers] and evictions [1].
+        weights: [T, L, K]; probabilities, temporal, spatio: [T, L, E]; all float16 as uint16 for `floats`, or empty. ahead:
+        next uses in service order, or empty. runs: their borders. owner: [N]. borders: [R + 1] of the trace. uncounted:
+        [N] bool, or empty. sizes: [ids], or empty for slots; slots_at_least: as many surely fit.
+        Adds to missed [tokens of these runs, layers], and of counted tokens to request_misses, request_ahead [R, layers]
+        and evictions [1].
         """
         version = stamp  # a changed policy must not be served from the disk cache
         end = len(m.last) - 1
@@ -153,6 +164,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
         leavers = np.empty(end, np.int64)
         ranks = np.empty(end, np.float64)
         row_scores = np.empty(n_experts, np.float64)
+        best_first = np.empty(n_experts, np.int64)
         sized = len(sizes) > 0
         listed = len(offsets) > 0
         parts = top_k if sequential else 1
@@ -165,6 +177,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                 m.state[expert] = 0
                 m.link[expert] = 0
                 m.score[expert] = 0.0
+                m.head[expert] = 0.0
             for register in range(len(m.reg)):
                 m.reg[register] = 0
             for expert in range(end):
@@ -179,6 +192,7 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                 slots[held] = expert
                 held += 1
                 used += sizes[expert] if sized else 1
+                request_ahead[owner[runs[run]], expert // n_experts] += 1
             start(m, slots_at_least)
             for token in range(runs[run], runs[run + 1]):
                 count = len(uncounted) == 0 or not uncounted[token]
@@ -190,10 +204,36 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                         m.now[0] = step // n_layers if sequential else token - runs[run]
                         m.now[1] = layer
                         step += 1
+                        if refines:
+                            # as rows_before and scores_ahead
+                            earlier = row > borders[owner[token]]
+                            row_scores[:] = 0.0
+                            if earlier and sums_probabilities:
+                                for expert in range(n_experts):
+                                    row_scores[expert] += floats[probabilities[row - 1, in_trace, expert]]
+                            if earlier and sums_temporal:
+                                for expert in range(n_experts):
+                                    row_scores[expert] += floats[temporal[row - 1, in_trace, expert]]
+                            if sums_spatio and (earlier or in_trace > 0):
+                                at = row if in_trace > 0 else row - 1
+                                for expert in range(n_experts):
+                                    row_scores[expert] += floats[spatio[at, in_trace - 1, expert]]
+                            if earlier or (sums_spatio and in_trace > 0):
+                                most, before = min(n_experts, int(m.table[0])), held
+                                held, came, gone = bring_in(
+                                    m.last, row_scores, best_first, most, m.table[1], base, slot, slots, held, capacity
+                                )
+                                used += held - before
+                                if count:
+                                    request_ahead[owner[token], layer] += came
+                                    evictions[0] += gone
                         if observes:
                             for expert in range(n_experts):
-                                row_scores[expert] = floats[scores[row, in_trace, expert]]
+                                row_scores[expert] = floats[probabilities[row, in_trace, expert]]
                             observe(m, row_scores, base)
+                        if heeds_head:
+                            for expert in range(n_experts):
+                                m.head[base + expert] = floats[temporal[row, in_trace, expert]]
                         first = clock
                         low, high = (part, part + 1) if sequential else (0, top_k)
                         if listed:
@@ -218,26 +258,25 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
                             clock += 1
                             m.last[expert] = clock
                             if not hit:
+                                misses += 1
+                            if not hit and admits:
                                 slot[expert] = held
                                 slots[held] = expert
                                 held += 1
                                 used += sizes[expert] if sized else 1
                                 entered[expert] = step
-                                misses += 1
                         missed[token - runs[0], layer] += misses
                         if count:
                             request_misses[owner[token], layer] += misses
                         if fill_first and token == runs[run] and not count and not sized:
-                            # the layer's share of free slots, by the top of the scores
+                            # the layer's share of free slots, by the highest keys
                             own = 0
                             for expert in range(base, base + n_experts):
                                 own += slot[expert] >= 0
                             while own < capacity // n_layers:
                                 best = -1
                                 for expert in range(base, base + n_experts):
-                                    if slot[expert] < 0 and (
-                                        best < 0 or row_scores[expert - base] > row_scores[best - base]
-                                    ):
+                                    if slot[expert] < 0 and (best < 0 or key(m, expert) > key(m, best)):
                                         best = expert
                                 if best < 0:
                                     break
@@ -325,49 +364,6 @@ def _build(start, observe, touch, key, victim, leave, ranked, steady, observes, 
     return serve
 
 
-@compiled
-def next_use(
-    experts: np.ndarray,
-    tokens: np.ndarray,
-    backwards: bool,
-    ids: np.ndarray,
-    offsets: np.ndarray,
-    runs: np.ndarray,
-    uncounted: np.ndarray,
-    first_layer: int,
-    layers: int,
-    n_experts: int,
-    ahead: np.ndarray,
-) -> None:
-    """Fills ahead [accesses], in service order: the place of the next access of the same id in the same run; after all
-    places where there is none, or where it does not count: then it costs nothing to be loaded there once more. The other
-    arguments are the kernel's."""
-    top_k = experts.shape[2]
-    end = len(ahead)
-    access = end
-    upcoming = np.empty(layers * n_experts, np.int32)
-    for run in range(len(runs) - 2, -1, -1):
-        for expert in range(len(upcoming)):
-            upcoming[expert] = end + expert
-        for token in range(runs[run + 1] - 1, runs[run] - 1, -1):
-            row = tokens[token] if len(tokens) > 0 else token
-            for layer in range(layers - 1, -1, -1):
-                low, high = 0, top_k
-                if len(offsets) > 0:
-                    low, high = offsets[token * layers + layer], offsets[token * layers + layer + 1]
-                for at in range(high - 1, low - 1, -1):
-                    if len(offsets) > 0:
-                        expert = layer * n_experts + ids[at]
-                    else:
-                        expert = (
-                            layer * n_experts + experts[row, first_layer + layer, top_k - 1 - at if backwards else at]
-                        )
-                    access -= 1
-                    ahead[access] = upcoming[expert]
-                    counts = len(uncounted) == 0 or not uncounted[token]
-                    upcoming[expert] = access if counts else end + expert
-
-
 @cache
 def halves_as_floats() -> np.ndarray:
     """[65536] float32: the value of each float16, by its bits; numba has no float16 on a CPU."""
@@ -380,5 +376,15 @@ def arrays(n_ids: int, n_layers: int, n_experts: int, constants: list[float], fi
     now, reg = np.array([0, 0, n_layers, n_experts], np.int64), np.zeros(contract.N_REGISTERS, np.int64)
     known = np.append(np.asarray(fit, np.float64), 0.0)
     return Memory(
-        last, count, stamp, state, link, np.zeros(n_ids + 1), known, now, reg, np.array(constants, np.float64)
+        last,
+        count,
+        stamp,
+        state,
+        link,
+        np.zeros(n_ids + 1),
+        np.zeros(n_ids + 1),
+        known,
+        now,
+        reg,
+        np.array(constants, np.float64),
     )

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-NEEDS = ("future", "weights", "probabilities", "fit")
+SCORES = ("probabilities", "temporal", "spatio")  # of all experts: the router's and the heads' softmax
+NEEDS = ("future", "weights", *SCORES, "fit")
 N_REGISTERS = 8
 
 
@@ -21,6 +22,7 @@ class Memory(NamedTuple):
 
     last: clock of the last touch, unique and rising, 0 for never; the engine sets it after `touch`. Read only.
     count, stamp, state, link: int64, score: float64: the policy's own, 0 after a reset.
+    head: float64, what the temporal head gave each expert at the last step of its layer; 0 without one. Read only.
     fit: float64, how often the fitted trace used each id; 0 without one. Read only.
     now: int64 [4], read only: tokens served before this one since the reset (one access at a time: accesses // layers),
     this step's layer, layers in this cache (1 without a pool), experts a layer.
@@ -34,6 +36,7 @@ class Memory(NamedTuple):
     state: Any
     link: Any
     score: Any
+    head: Any
     fit: Any
     now: Any
     reg: Any
@@ -64,8 +67,8 @@ def start(m: Memory, capacity: int) -> None:
     pass
 
 
-def table(parameter: float) -> list[float]:
-    return [parameter]
+def table(*parameters: float) -> list[float]:
+    return [*parameters]
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,15 @@ class Policy:
     observe(m, scores, start): only where `needs` names "probabilities": scores [E] of this step's layer, expert i is id
     start + i. leave(m, expert): it was resident (or came in this step) and is gone. start(m, capacity): after a reset;
     capacity in slots (of a cache in bytes, as many as surely fit).
-    table(parameter): constants, made once in plain Python; without one, the parameter alone.
+    table(parameter): constants, made once in plain Python; without one, the parameters alone. A policy with a second parameter
+    gets both.
     needs: what a trace must offer, of NEEDS; a policy that needs "future" can't serve a running decoder.
     parameter: the default of NAME:PARAMETER, None where it takes none; allowed: its closed range; whole:
-    whether only whole numbers are.
+    whether only whole numbers are. second, second_allowed: the same of NAME:PARAMETER:SECOND.
+    grid: parameters that `remoe replay --tune` tries.
+    refines: the scores, of SCORES, whose sum a cache is refined by before each step (`scores_ahead`, `ExpertCache.refine`);
+    the parameter then is R, how many candidates, and the second one the margin.
+    admits: whether misses may stay. Where they may not, they pass through staging, so it goes with bypass.
     preload: the experts of highest `fit` are resident from the start, each a proactive load.
     fill: with warm="prefill" free slots are filled by the top of the first observed scores, free of charge.
     """
@@ -97,11 +105,16 @@ class Policy:
     observe: Callable[..., None] = observe
     leave: Callable[..., None] = leave
     start: Callable[..., None] = start
-    table: Callable[[float], list[float]] = table
+    table: Callable[..., list[float]] = table
     needs: tuple[str, ...] = ()
     parameter: float | None = None
     allowed: tuple[float, float] = (-math.inf, math.inf)
     whole: bool = False
+    grid: tuple[float, ...] = ()
+    second: float | None = None
+    second_allowed: tuple[float, float] = (-math.inf, math.inf)
+    refines: tuple[str, ...] = ()
+    admits: bool = True
     preload: bool = False
     fill: bool = False
 
@@ -110,6 +123,12 @@ class Policy:
             raise ValueError(f"policy {self.title!r}: want either key or victim")
         if not {*self.needs} <= {*NEEDS}:
             raise ValueError(f"policy {self.title!r}: needs {self.needs}, allowed are {NEEDS}")
+        if not {*self.refines} <= {*self.needs} & {*SCORES}:
+            raise ValueError(f"policy {self.title!r}: refines by {self.refines}, of which it needs {self.needs}")
+        if not all(self.allowed[0] <= one <= self.allowed[1] for one in self.grid):
+            raise ValueError(f"policy {self.title!r}: its grid leaves what is allowed")
+        if self.refines and (self.leave is not leave or self.key is None):
+            raise ValueError(f"policy {self.title!r}: refines, so it has a key and no hook for who left")
 
 
 def memory(n_ids: int, n_layers: int, n_experts: int, constants: Sequence[float], fit: Sequence[float]) -> Memory:
@@ -117,4 +136,5 @@ def memory(n_ids: int, n_layers: int, n_experts: int, constants: Sequence[float]
     size = n_ids + 1
     last, count, stamp, state, link = ([0] * size for _ in range(5))
     now, reg = [0, 0, n_layers, n_experts], [0] * N_REGISTERS
-    return Memory(last, count, stamp, state, link, [0.0] * size, [*fit, 0.0], now, reg, [*constants])
+    score, head = [0.0] * size, [0.0] * size
+    return Memory(last, count, stamp, state, link, score, head, [*fit, 0.0], now, reg, [*constants])

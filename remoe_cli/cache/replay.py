@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from remoe_cli.cache.ahead import rows_before, scores_ahead
 from remoe_cli.cache.counts import Counts, Replay
-from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache
+from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache, unfit
 from remoe_cli.cache.policies import choose, Chosen, lacks
+from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.schedule import batches, HINT, Schedule, schedule, Steps, WARMS
 from remoe_cli.cache.threads import each
 from remoe_cli.errors import CacheError
 from remoe_cli.routing import RoutingTrace
+from remoe_cli.routing.trace import FLOATS
 
 OPTIONS: dict[str, tuple] = {  # each with its default first
     "step": ("atomic", "sequential"),
@@ -28,13 +31,13 @@ ENGINES = ("compiled", "python")
 
 
 class _Job(NamedTuple):
-    """What all units share. experts: the trace's, contiguous; weights, scores: where the policy needs them, as bits.
+    """What all units share. experts: the trace's, contiguous; floats: FLOATS, as bits, those that the policy does not need
+    empty.
     scratch: a worker's room for what an oracle foresees."""
 
     chosen: Chosen
     experts: np.ndarray
-    weights: np.ndarray
-    scores: np.ndarray
+    floats: dict[str, np.ndarray]
     trace: RoutingTrace
     plan: Schedule
     forced: bool
@@ -112,8 +115,10 @@ def replay(
     missing = lacks(policy, trace, fit)
     if missing is not None:
         raise CacheError(f"policy {chosen.name} can't replay this trace: {missing}", HINT)
-    if (why := clash(policy, step, warm)) is not None:
-        raise CacheError(f"policy {chosen.name}: {why}", f"{HINT} --policy {chosen.name} --step atomic --warm cold")
+    if (why := clash(policy, step, warm, bool(pool), admission)) is not None:
+        raise CacheError(
+            f"policy {chosen.name}: {why}", f"{HINT} --policy {chosen.name} --step atomic --warm cold --no-pool"
+        )
     if step == "sequential" and warm == "batch":
         raise CacheError(
             "--warm batch serves a prompt as one step, so it goes with --step atomic", f"{HINT} --warm batch"
@@ -141,9 +146,9 @@ def replay(
         for _ in range(workers):
             scratch.put(np.empty(longest, np.int32))
     experts = np.ascontiguousarray(trace.experts)
+    floats = {name: _bits(getattr(trace, name) if name in needs else None) for name in FLOATS}
     job = _Job(
-        chosen, experts, _bits(trace.weights if "weights" in needs else None),
-        _bits(trace.probabilities if "probabilities" in needs else None), trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
+        chosen, experts, floats, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
         bool((plan.tokens_N < 0).any()), warm == "prefill" and chosen.policy.fill, scratch,
     )  # fmt: skip
     serve = _compiled if engine == "compiled" else _plain
@@ -154,11 +159,12 @@ def replay(
     return counts.replay(slots, staging)
 
 
-def clash(policy: str, step: str, warm: str) -> str | None:
-    """Why a policy does not go with these options; None where it does."""
-    if "probabilities" in choose(policy).policy.needs and (step == "sequential" or warm == "batch"):
-        return "it reads the routers' probabilities once a token: it takes neither --step sequential nor --warm batch"
-    return None
+def clash(policy: str, step: str, warm: str, pool: bool = False, admission: str | None = None) -> str | None:
+    """Why a policy does not go with these options; None where it does. admission: None leaves it open."""
+    chosen = choose(policy).policy
+    if {*SCORES} & {*chosen.needs} and (step == "sequential" or warm == "batch"):
+        return "it reads the scores of all experts once a token: it takes neither --step sequential nor --warm batch"
+    return unfit(chosen, admission or "bypass", pool)
 
 
 def prepare(policy: str) -> float | None:
@@ -226,15 +232,17 @@ def _preload(chosen: Chosen, unit: _Unit) -> np.ndarray:
 
 
 def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
-    from remoe_cli.cache.kernel import arrays, frozen, halves_as_floats, kernel, next_use
+    from remoe_cli.cache.kernel import arrays, frozen, halves_as_floats, kernel
+    from remoe_cli.cache.next_use import next_use
 
     trace, plan, needs, n_layers, first = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers, unit.layers.start
-    ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), job.weights
+    ids, offsets, weights = np.empty(0, np.int16), np.empty(0, np.int64), job.floats["weights"]
     if job.batched:
         ids, batch_weights, offsets = batches(trace, plan, unit.layers, job.backwards)
         weights = _bits(batch_weights[None, None] if "weights" in needs else None)
     missed = np.zeros((unit.n_tokens, n_layers), np.uint16)
-    request_misses, evictions = np.zeros((trace.n_requests, n_layers), np.int64), np.zeros(1, np.int64)
+    request_misses, request_ahead = np.zeros((2, trace.n_requests, n_layers), np.int64)
+    evictions = np.zeros(1, np.int64)
     preload = _preload(job.chosen, unit)
     where = frozen(job.experts), frozen(plan.tokens_N), job.backwards
     listed, runs, uncounted = (frozen(ids), frozen(offsets)), frozen(unit.runs), frozen(plan.uncounted_N)
@@ -247,17 +255,17 @@ def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
             next_use(*where, *listed, runs, uncounted, first, n_layers, trace.n_experts, ahead)
         kernel(job.chosen.policy)(
             arrays(len(unit.fit), n_layers, trace.n_experts, job.chosen.constants, unit.fit),
-            *where, job.sequential, *listed, frozen(weights), frozen(job.scores), halves_as_floats(), frozen(ahead), runs,
-            frozen(plan.owner_N), uncounted, job.fill, first, unit.capacity, unit.slots_at_least, frozen(unit.sizes),
-            frozen(preload), job.forced, missed, request_misses, evictions,
+            *where, job.sequential, *listed, frozen(weights), *(frozen(job.floats[name]) for name in SCORES),
+            halves_as_floats(), frozen(ahead), runs, frozen(plan.owner_N), frozen(trace.borders), uncounted, job.fill, first,
+            unit.capacity, unit.slots_at_least, frozen(unit.sizes), frozen(preload), job.forced, missed, request_misses,
+            request_ahead, evictions,
         )  # fmt: skip
     finally:
         job.scratch.put(scratch)
     lengths = None
     if job.batched:
         lengths = np.diff(offsets).reshape(-1, n_layers)[unit.runs[0] : unit.runs[-1]]
-    ahead_L = np.bincount(preload // trace.n_experts, minlength=n_layers)
-    counts.add(unit.layers, unit.runs, missed, request_misses, int(evictions[0]), ahead_L, lengths)
+    counts.add(unit.layers, unit.runs, missed, request_misses, int(evictions[0]), request_ahead, lengths)
 
 
 def _bits(halves: np.ndarray | None) -> np.ndarray:
@@ -266,38 +274,46 @@ def _bits(halves: np.ndarray | None) -> np.ndarray:
 
 def _plain(job: _Job, unit: _Unit, counts: Counts) -> None:
     trace, plan, chosen = job.trace, job.plan, job.chosen
-    name = f"{chosen.name}:{chosen.parameter!r}" if chosen.policy.parameter is not None else chosen.name
     found = batches(trace, plan, unit.layers, job.backwards) if job.batched else None
     missed = np.zeros((unit.n_tokens, unit.n_layers), np.uint16)
     lengths = np.zeros((unit.n_tokens, unit.n_layers), np.int64)
-    request_misses, ahead_L = np.zeros((trace.n_requests, unit.n_layers), np.int64), np.zeros(unit.n_layers, np.int64)
+    request_misses, request_ahead = np.zeros((2, trace.n_requests, unit.n_layers), np.int64)
     evictions = 0
     for low, high in zip(unit.runs.tolist(), unit.runs[1:].tolist()):
         steps = [step for token in range(low, high) for step in _steps(job, unit, token, found)]
         cache = ExpertCache(
-            unit.capacity, name, n_experts=trace.n_experts, admission="forced" if job.forced else "bypass",
+            unit.capacity, chosen.word, n_experts=trace.n_experts, admission="forced" if job.forced else "bypass",
             n_layers=unit.n_layers, future=[one for step in steps for one in step.future], fit=unit.fit.tolist(),
             sizes=unit.sizes.tolist() if len(unit.sizes) else None,
         )  # fmt: skip
-        ahead_L = np.bincount([one // trace.n_experts for one in cache.resident], minlength=unit.n_layers)
-        for token, layer, ids, weights, scores, counted in steps:
-            done = cache.step(ids, weights, scores, layer=layer)
+        for expert in cache.resident:
+            request_ahead[plan.owner_N[low], expert // trace.n_experts] += 1
+        for token, layer, ids, weights, probabilities, temporal, ahead, counted in steps:
+            if ahead is not None:
+                came = cache.refine(ahead, layer)
+                request_ahead[plan.owner_N[token], layer] += counted * len(came.admitted)
+                evictions += counted * len(came.evicted)
+            done = cache.step(ids, weights, probabilities, temporal, layer=layer)
             missed[token - unit.runs[0], layer] += len(done.misses)
             lengths[token - unit.runs[0], layer] += len(ids)
             if counted:
                 request_misses[plan.owner_N[token], layer] += len(done.misses)
                 evictions += len(done.evicted)
-            elif job.fill and token == low and scores is not None and not len(unit.sizes):
-                cache.fill(scores, layer)
-    counts.add(unit.layers, unit.runs, missed, request_misses, evictions, ahead_L, lengths)
+            elif job.fill and token == low and not len(unit.sizes):
+                cache.fill(layer)
+    counts.add(unit.layers, unit.runs, missed, request_misses, evictions, request_ahead, lengths)
 
 
 class _Step(NamedTuple):
+    """ahead: what the cache is refined by before it, None where it is not."""
+
     token: int
     layer: int
     ids: list[int]
     weights: list[float] | None
-    scores: list[float] | None
+    probabilities: list[float] | None
+    temporal: list[float] | None
+    ahead: list[float] | None
     counted: bool
 
     @property
@@ -307,14 +323,20 @@ class _Step(NamedTuple):
 
 def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[_Step]:
     """The steps of one token, in service order."""
-    trace, n_experts = job.trace, job.trace.n_experts
+    trace, n_experts, policy = job.trace, job.trace.n_experts, job.chosen.policy
     row = int(job.plan.tokens_N[token]) if len(job.plan.tokens_N) else token
     turn = slice(None, None, -1 if job.backwards else 1)
     counted = not (len(job.plan.uncounted_N) and job.plan.uncounted_N[token])
     for layer in range(unit.n_layers):
         where = row, unit.layers.start + layer
-        reads = "probabilities" in job.chosen.policy.needs
-        scores = trace.probabilities[where].tolist() if reads and trace.probabilities is not None else None
+        probabilities, temporal = (
+            array[where].tolist() if name in policy.needs and array is not None else None
+            for name, array in (("probabilities", trace.probabilities), ("temporal", trace.temporal))
+        )
+        ahead = None
+        if policy.refines:
+            first = int(trace.borders[job.plan.owner_N[token]])
+            ahead = scores_ahead(policy, *rows_before(trace, *where, first))
         if found is None:
             ids, weights = trace.experts[where][turn], None if trace.weights is None else trace.weights[where][turn]
         else:
@@ -323,7 +345,7 @@ def _steps(job: _Job, unit: _Unit, token: int, found: Steps | None) -> Iterator[
         listed = [layer * n_experts + expert for expert in ids.tolist()]
         worth = None if weights is None else weights.tolist()
         if not job.sequential:
-            yield _Step(token, layer, listed, worth, scores, counted)
+            yield _Step(token, layer, listed, worth, probabilities, temporal, ahead, counted)
             continue
         for at, expert in enumerate(listed):
-            yield _Step(token, layer, [expert], None if worth is None else [worth[at]], scores, counted)
+            yield _Step(token, layer, [expert], None if worth is None else [worth[at]], None, None, None, counted)

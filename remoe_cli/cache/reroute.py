@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remoe_cli.cache.expert_cache import ExpertCache
-from remoe_cli.errors import UsageError
+from remoe_cli.errors import CacheError, UsageError
 
 AGAIN = "remoe reroute demo --cache 8"
 
@@ -63,6 +63,20 @@ class Rule:
             raise UsageError(f"a strength of {self.method} is {most}, not {strength:g}.", AGAIN)
         if method.whole and strength != int(strength):
             raise UsageError(f"a strength of {self.method} is a whole number, not {strength:g}.", AGAIN)
+
+    @classmethod
+    def parse(cls, text: str, top_k: int) -> Rule:
+        """METHOD:STRENGTH or METHOD:STRENGTH:KEEP. Raises UsageError."""
+        method, *numbers = text.split(":")
+        try:
+            strength, keep = float(numbers[0]), int(numbers[1]) if len(numbers) > 1 else default_keep(top_k)
+        except (IndexError, ValueError):
+            keep = -1
+        if not 0 <= keep <= top_k or len(numbers) > 2:
+            raise UsageError(
+                f"rerouting is METHOD:STRENGTH or METHOD:STRENGTH:KEEP, with 0 to {top_k} to keep, not {text!r}.", AGAIN
+            )
+        return cls(method, strength, keep)
 
     def check(self, top_k: int, n_experts: int) -> None:
         """Raises UsageError for a count of experts below a token's own, or above those that there are."""
@@ -155,31 +169,60 @@ def walk(
 
     rule: None leaves every choice as it is. cache: of this layer, cold. stock_TK, weights_TK: the router's own choice in
     recorded order. renormalised: whether the router scales its K weights to one sum. Weights and probabilities reach the
-    cache's policy as float16, as traces store them.
+    cache's policy as float16, as traces store them. Raises CacheError for a policy that reads heads or refines.
     """
+    if {"temporal", "spatio"} & {*cache.policy.needs} or cache.policy.refines:
+        raise CacheError(
+            "rerouted text serves caches that read no heads and load nothing ahead of a step",
+            f"{AGAIN} --policy decayed",
+        )
     experts, weights = stock_TK.astype(np.int16), weights_TK.astype(np.float32)
     changed = np.zeros(len(experts), dtype=bool)
-    scores, chances = logits_TE.tolist(), probabilities_TE.tolist()
     seen = probabilities_TE.astype(np.float16).tolist() if "probabilities" in cache.policy.needs else None
     ranges = logits_TE.max(axis=1) - logits_TE.min(axis=1)
     means = np.cumsum(ranges, dtype=np.float64) / np.arange(1, len(ranges) + 1)
     top_k = stock_TK.shape[1]
     for token, order in enumerate(rank(logits_TE, stock_TK).tolist()):
         chosen = order[:top_k]
-        if rule is not None and not cache.resident.issuperset(chosen):
-            other = rule.choose(order, scores[token], chances[token], cache.resident, top_k, float(means[token]))
-            if {*other} != {*chosen}:
-                chosen = sorted(other, key=lambda expert: (-scores[token][expert], -expert))
+        if rule is not None:
+            found = reroute(
+                rule, cache.resident, order, logits_TE[token], probabilities_TE[token], stock_TK[token], weights[token],
+                float(means[token]), renormalised=renormalised,
+            )  # fmt: skip
+            if found is not None:
+                chosen, weights[token] = found
                 experts[token], changed[token] = chosen, True
-                weights[token] = mixed(
-                    logits_TE[token], probabilities_TE[token], stock_TK[token], weights[token], chosen, renormalised
-                )
         cache.step(
             chosen[::-1],
             weights[token, ::-1].astype(np.float16).tolist() if "weights" in cache.policy.needs else None,
             seen[token] if seen else None,
         )
     return Walked(experts, weights, changed)
+
+
+def reroute(
+    rule: Rule,
+    resident: Set[int],
+    order: Sequence[int],
+    logits_E: np.ndarray,
+    probabilities_E: np.ndarray,
+    stock_K: np.ndarray,
+    weights_K: np.ndarray,
+    mean_range: float,
+    *,
+    renormalised: bool,
+) -> tuple[list[int], np.ndarray] | None:
+    """One token's experts in recorded order (descending weight), and their weights [K] float32; None where they are the
+    router's own. order: all experts by `rank`; resident, mean_range: as `Rule.choose` takes them; the others as `walk` does."""
+    own = order[: len(stock_K)]
+    if resident >= {*own}:
+        return None
+    scores = logits_E.tolist()
+    chosen = rule.choose(order, scores, probabilities_E.tolist(), resident, len(own), mean_range)
+    if {*chosen} == {*own}:
+        return None
+    chosen.sort(key=lambda expert: (-scores[expert], -expert))
+    return chosen, mixed(logits_E, probabilities_E, stock_K, weights_K, chosen, renormalised).astype(np.float32)
 
 
 def rank(logits_TE: np.ndarray, stock_TK: np.ndarray) -> np.ndarray:

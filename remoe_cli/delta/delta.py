@@ -1,4 +1,4 @@
-"""The Delta and its folder: gates.safetensors + remoe.json."""
+"""The Delta and its folder: gates.safetensors + remoe.json, and heads.safetensors where heads were trained."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = 1
-GATES, FACTS = "gates.safetensors", "remoe.json"
-BESIDE = ("README.md", "recipe.yaml", "report.json")  # what a pushed delta's folder holds besides
+GATES, HEADS, FACTS = "gates.safetensors", "heads.safetensors", "remoe.json"
+BESIDE = (HEADS, "README.md", "recipe.yaml", "report.json")  # what a pushed delta's folder may hold besides
 _TORCH_NAMES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32"}
 
 
@@ -23,7 +23,8 @@ _TORCH_NAMES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.
 class Delta:
     """tensors: on-disk name -> gate in the base's stored dtype. base_sha256: on-disk name -> digest of the base's bytes.
 
-    changed: share of gate elements whose stored value differs from the base's (0..1).
+    changed: share of gate elements whose stored value differs from the base's (0..1). heads: fp32, each under its gate's
+    on-disk name with the last part replaced by its kind ("model.layers.3.mlp.gate.temporal").
     """
 
     tensors: dict[str, "torch.Tensor"]
@@ -34,12 +35,20 @@ class Delta:
     changed: float
     recipe: str
     environment: dict[str, str] = field(default_factory=dict)
+    heads: dict[str, "torch.Tensor"] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, gates: dict[str, "torch.Tensor"], recipe: str, environment: dict[str, str]
+        cls,
+        checkpoint: Checkpoint,
+        gates: dict[str, "torch.Tensor"],
+        recipe: str,
+        environment: dict[str, str],
+        heads: dict[str, "torch.Tensor"] | None = None,
     ) -> "Delta":
         """From trained gates, on-disk name -> tensor of any float dtype; cast to the base's stored dtype."""
+        import torch
+
         tensors, different, total = {}, 0, 0
         for name, gate in gates.items():
             base = checkpoint.read(name)
@@ -56,10 +65,11 @@ class Delta:
             different / total,
             recipe,
             environment,
+            {name: head.detach().to("cpu", torch.float32).contiguous() for name, head in (heads or {}).items()},
         )
 
     def save(self, folder: Path) -> None:
-        """Writes both files, each whole or not at all. The same delta gives the same bytes."""
+        """Writes its files, each whole or not at all. The same delta gives the same bytes."""
         from safetensors.torch import save
 
         atomic.make_folder(folder)
@@ -71,16 +81,16 @@ class Delta:
             "recipe": self.recipe,
             "changed": self.changed,
             "gates": {
-                name: {
-                    "dtype": str(t.dtype).removeprefix("torch."),
-                    "shape": list(t.shape),
-                    "base_sha256": self.base_sha256[name],
-                    "sha256": _sha256(t),
-                }
+                name: {**_facts(t), "base_sha256": self.base_sha256[name], "sha256": _sha256(t)}
                 for name, t in sorted(self.tensors.items())
             },
             "environment": self.environment,
         }
+        if self.heads:
+            facts["heads"] = {name: {**_facts(t), "sha256": _sha256(t)} for name, t in sorted(self.heads.items())}
+            atomic.write(folder / HEADS, save(self.heads, metadata={"format": "pt"}))
+        else:
+            (folder / HEADS).unlink(missing_ok=True)
         atomic.write(folder / GATES, save(self.tensors, metadata={"format": "pt"}))
         atomic.write(folder / FACTS, json.dumps(facts, indent=1) + "\n")
 
@@ -88,7 +98,6 @@ class Delta:
     def load(cls, folder: Path) -> "Delta":
         """Raises DeltaError when the folder is not a delta, or is damaged."""
         from safetensors import SafetensorError
-        from safetensors.torch import load
 
         folder = Path(folder)
         if not is_delta(folder):
@@ -100,15 +109,10 @@ class Delta:
                     f"{folder} has delta format {facts['format']}; this remoe reads format {FORMAT}.",
                     "pip install -U remoe-cli",
                 )
-            gates = _described(facts["gates"])
-            if set(gates) != set(read_header(folder / GATES)):  # before anything large is read
-                raise ValueError(f"{GATES} and {FACTS} name different gates")
-            tensors = load((folder / GATES).read_bytes())
-            for name, gate in gates.items():
-                if "sha256" in gate and gate["sha256"] != _sha256(tensors[name]):
-                    raise ValueError(f"the gate {name} is not the one that {FACTS} describes")
+            gates = _described(facts["gates"], "gates", "base_sha256")
+            heads = _described(facts["heads"], "heads", "sha256") if "heads" in facts else {}
             return cls(
-                tensors,
+                _read(folder, GATES, gates),
                 _text(facts, "base"),
                 _text(facts, "commit") if facts["commit"] is not None else None,
                 _text(facts, "model_type"),
@@ -116,6 +120,7 @@ class Delta:
                 float(facts["changed"]),
                 _text(facts, "recipe"),
                 dict(facts["environment"]),
+                _read(folder, HEADS, heads) if heads else {},
             )
         except KeyError as error:
             raise _damaged(folder, f"{FACTS} lacks {error}") from None
@@ -173,14 +178,32 @@ def is_delta(folder: Path) -> bool:
     return (folder / GATES).is_file() and (folder / FACTS).is_file()
 
 
-def _described(gates: object) -> dict[str, dict]:
-    """The `gates` of remoe.json. Raises ValueError unless each has the digest of its base."""
-    if not isinstance(gates, dict) or not gates:
-        raise ValueError(f"{FACTS} describes no gates")
-    for name, gate in gates.items():
-        if not isinstance(gate, dict) or not isinstance(gate.get("base_sha256"), str):
-            raise ValueError(f"{FACTS} has no base_sha256 for {name}")
-    return gates
+def _described(found: object, what: str, digest: str) -> dict[str, dict]:
+    """The gates or heads of remoe.json. Raises ValueError unless each has this digest."""
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"{FACTS} describes no {what}")
+    for name, one in found.items():
+        if not isinstance(one, dict) or not isinstance(one.get(digest), str):
+            raise ValueError(f"{FACTS} has no {digest} for {name}")
+    return found
+
+
+def _read(folder: Path, file: str, described: dict[str, dict]) -> dict[str, "torch.Tensor"]:
+    """Raises ValueError where the file holds other tensors than described."""
+    from safetensors.torch import load
+
+    what = file.partition(".")[0]
+    if set(described) != set(read_header(folder / file)):  # before anything large is read
+        raise ValueError(f"{file} and {FACTS} name different {what}")
+    tensors = load((folder / file).read_bytes())
+    for name, one in described.items():
+        if "sha256" in one and one["sha256"] != _sha256(tensors[name]):
+            raise ValueError(f"the {what[:-1]} {name} is not the one that {FACTS} describes")
+    return tensors
+
+
+def _facts(tensor: "torch.Tensor") -> dict[str, object]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def _text(facts: dict, key: str) -> str:

@@ -6,6 +6,7 @@ A new family is one small file here, one line in FAMILIES and one row in the tes
 from remoe_cli.families.base import Family, find_gates, Gate
 from remoe_cli.families.deepseek_v2 import DEEPSEEK_V2
 from remoe_cli.families.gpt_oss import GPT_OSS
+from remoe_cli.families.heads import Heads, KINDS
 from remoe_cli.families.mixtral import MIXTRAL
 from remoe_cli.families.olmoe import OLMOE
 from remoe_cli.families.qwen2_moe import QWEN2_MOE
@@ -32,4 +33,15 @@ def family_of(config: dict, model: str = "this model") -> Family:
     return FAMILIES[config["model_type"]]
 
 
-__all__ = ["FAMILIES", "Family", "Gate", "Routed", "RouterTap", "family_of", "find_gates", "probabilities"]
+__all__ = [
+    "FAMILIES",
+    "KINDS",
+    "Family",
+    "Gate",
+    "Heads",
+    "Routed",
+    "RouterTap",
+    "family_of",
+    "find_gates",
+    "probabilities",
+]

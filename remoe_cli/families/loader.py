@@ -128,6 +128,29 @@ def gate_disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[st
     return names
 
 
+def disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, str]:
+    """In-memory -> on-disk name of every tensor that is stored as it is in memory; experts that the loader merges are not."""
+    found = renamed(model, checkpoint)
+    return {memory: disk for disk, (memory, merged) in found.items() if merged is None}
+
+
+def on_disk(
+    model: "PreTrainedModel", checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """In-memory name -> tensor as on-disk name -> tensor, what the loader merges taken apart again (all of a merge must be
+    there). Raises FamilyError where a name or shape is not the checkpoint's."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(model, tensors) if tensors else {}
+    for name, tensor in found.items():
+        info = checkpoint.tensors.get(name)
+        if info is None or info.shape != tuple(tensor.shape):
+            raise FamilyError(
+                f"{checkpoint.id} stores no {name} of {list(tensor.shape)}.", "--set train.scope=gates+heads"
+            )
+    return found
+
+
 def load_without_experts(
     checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu"
 ) -> tuple["PreTrainedModel", list[ExpertLayer]]:

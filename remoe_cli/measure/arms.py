@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from remoe_cli import run as runs
-from remoe_cli.delta import Delta, gates_for, put
+from remoe_cli.delta import Delta, gates_for, heads_for, put
 from remoe_cli.errors import RunError
-from remoe_cli.families import find_gates
-from remoe_cli.families.loader import gate_disk_names, load_resident
+from remoe_cli.families import find_gates, Heads
+from remoe_cli.families.loader import disk_names, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.sample import measure, Sample
 from remoe_cli.recipe import Recipe
@@ -63,7 +63,9 @@ def about(run: Run, beside: Sequence[Run], base: str | None) -> list[str]:
 
 def _delta(run: Run, checkpoint: Checkpoint) -> Delta:
     delta = Delta.load(run.delta)
-    if delta.is_applied(checkpoint):
+    if (
+        delta.is_applied(checkpoint) and delta.changed
+    ):  # where heads alone were trained, the base's gates are the delta's
         raise RunError(
             f"{checkpoint.id} holds the tuned gates of {run.folder} already.",
             f"remoe eval {run.folder} --base {delta.base}",
@@ -71,11 +73,19 @@ def _delta(run: Run, checkpoint: Checkpoint) -> Delta:
     return delta
 
 
+def head_kinds(arms: Sequence[Arm]) -> set[str]:
+    """Of the heads that any of them has."""
+    return {name.rpartition(".")[2] for arm in arms if arm.delta is not None for name in arm.delta.heads}
+
+
 class Resident(NamedTuple):
-    """measured: sample -> arm -> what it did. gates: arm -> in-memory name -> tensor."""
+    """measured: sample -> arm -> what it did. gates: arm -> in-memory name -> tensor; heads: arm -> on the CPU, None where it
+    has none. further: arms that change more than gates."""
 
     measured: dict[str, dict[str, Measured]]
     gates: dict[str, dict[str, torch.Tensor]]
+    heads: dict[str, Heads | None]
+    further: list[str]
     moe_layers: int
     n_experts: int
     top_k: int
@@ -88,23 +98,28 @@ def measure_resident(
     arms: Sequence[Arm],
     samples: Mapping[str, Sample],
     recipe: Recipe,
-    probabilities: bool = False,
+    scores: bool = False,
 ) -> Resident:
-    """Every arm on every sample, each once; probabilities: for policies that need the routers'. The model is gone afterwards: no expert may stay resident while they are
-    measured on disk."""
+    """Every arm on every sample, each once. scores: the traces hold the routers' probabilities, and what an arm's heads gave.
+    The model is gone afterwards: no expert may stay resident while they are measured on disk."""
     model = load_resident(checkpoint, dtype, device)
-    gates, disk_names = find_gates(model), gate_disk_names(model, checkpoint)
-    stock = {name: tensor.detach().clone() for gate in gates for name, tensor in gate.parameters.items()}
-    tensors = {arm.name: stock if arm.delta is None else gates_for(disk_names, arm.delta) for arm in arms}
+    gates, stored = find_gates(model), disk_names(model, checkpoint)
+    own = {name for gate in gates for name in gate.names}
+    changed = {arm.name: {} if arm.delta is None else gates_for(stored, arm.delta) for arm in arms}
+    heads = {arm.name: None if arm.delta is None else heads_for(arm.delta, stored, gates) for arm in arms}
+    everything = own.union(*changed.values())
+    stock = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in everything}
     measured: dict[str, dict[str, Measured]] = {name: {} for name in samples}
     for arm in arms:
-        put(model, tensors[arm.name])
+        put(model, {**stock, **changed[arm.name]})
         for name, sample in samples.items():
             first = next(other for other in samples if samples[other] is sample)
             title = f"{arm.name}, {name}" if name else arm.name
             measured[name][arm.name] = (
-                measure(title, model, gates, sample, recipe, probabilities)
+                measure(title, model, gates, sample, recipe, scores, heads[arm.name])
                 if first == name
                 else measured[first][arm.name]
             )
-    return Resident(measured, tensors, len(gates), gates[0].n_experts, gates[0].top_k)
+    tuned = {arm: {name: {**stock, **tensors}[name] for name in own} for arm, tensors in changed.items()}
+    further = [arm for arm, tensors in changed.items() if not tensors.keys() <= own]
+    return Resident(measured, tuned, heads, further, len(gates), gates[0].n_experts, gates[0].top_k)

@@ -2,15 +2,18 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from remoe_cli.cache import choose
-from remoe_cli.cache.expert_cache import ADMISSIONS
-from remoe_cli.errors import CacheError, command, MemoryShortError, UsageError
+from remoe_cli.cache.expert_cache import ADMISSIONS, unfit
+from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.reroute import Rule
+from remoe_cli.errors import CacheError, command, instead, MemoryShortError, UsageError
+from remoe_cli.families import KINDS
 from remoe_cli.offload.sampling import Sampling
 from remoe_cli.offload.settings import IO, MOST_READERS, Settings, WARMS
 from remoe_cli.sizes import parse_rate, parse_size
@@ -49,6 +52,9 @@ class Asked:
     floor: bool = False
     threads: int | None = None
     device: str | None = None
+    reroute: str | None = None
+    forced: bool = False
+    beside_base: bool = False
 
     def command(self, model: str, **changes: Any) -> str:
         """`remoe decode` with these options, some of them changed; None leaves one out."""
@@ -83,6 +89,7 @@ class Measuring:
     io: str = "direct"
     pack: Path | None = None
     floor: bool = False
+    reroute: str | None = None
 
     def settings(self, again: Again) -> Settings:
         """Raises UsageError."""
@@ -132,7 +139,27 @@ def plan_of(asked: Asked, model: str) -> Plan:
         if value is not None and value < 1:
             raise UsageError(f"--{name} is at least 1, not {value}.", again(**{name: None}))
     batches = whole_numbers("batch", asked.batch, again)
-    if "probabilities" in choose(asked.policy).policy.needs and (batches[-1] > 1 or asked.warm == "batch"):
+    if asked.forced and (asked.prompts is None or asked.context is None):
+        raise UsageError(
+            "--forced goes on with the texts' own tokens: it needs --prompts, and --context for where they are cut.",
+            again(prompt=None, prompts=asked.prompts or "demo", context=asked.context or 32),
+        )
+    if asked.forced and (
+        sampled := [n for n in ("temperature", "top_p", "top_k", "seed") if getattr(asked, n) is not None]
+    ):
+        raise UsageError("--forced chooses no token, so nothing is drawn.", again(**dict.fromkeys(sampled)))
+    if asked.beside_base and not asked.forced:
+        raise UsageError("--beside-base compares the same tokens: it needs --forced.", again(forced=True))
+    if asked.reroute is not None and batches[-1] > 1:
+        raise UsageError("--reroute bends one token at a time: it takes no --batch.", again(batch=None))
+    policy = choose(asked.policy).policy
+    if why := unfit(policy, asked.admission, False):
+        raise UsageError(f"--policy {asked.policy}: {why}.", again(admission="bypass"))
+    if policy.refines and asked.guess:
+        raise UsageError(
+            f"--policy {asked.policy} reads ahead by its own scores: it takes no --guess.", again(guess=None)
+        )
+    if {*SCORES} & {*policy.needs} and (batches[-1] > 1 or asked.warm == "batch"):
         raise UsageError(
             f"--policy {asked.policy} reads the routers' probabilities token by token: it takes neither --batch nor --warm batch.",
             again(policy=None),
@@ -145,6 +172,28 @@ def plan_of(asked: Asked, model: str) -> Plan:
         settings_of(asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm),
         _sampling(asked, again),
     )
+
+
+def check_heads(policy: str, kinds: Collection[str], again: Again) -> None:
+    """kinds: of the heads that the delta brings. Raises UsageError where the policy needs others."""
+    chosen = choose(policy).policy
+    if lacking := [kind for kind in KINDS if kind in chosen.needs and kind not in kinds]:
+        without = "gate_ahead" if chosen.refines else "retention"
+        raise UsageError(
+            f"--policy {policy} needs the {' and the '.join(lacking)} head: a --delta that has {'it' if len(lacking) == 1 else 'them'}. "
+            f"{without} does without.",
+            again(policy=without),
+        )
+
+
+def rule_of(text: str | None, top_k: int, n_experts: int, again: Again) -> Rule | None:
+    """How choices are bent towards residents, METHOD:STRENGTH[:KEEP]. Raises UsageError."""
+    if text is None:
+        return None
+    with instead(again(reroute="cache-prior:0.1"), UsageError):
+        rule = Rule.parse(text, top_k)
+        rule.check(top_k, n_experts)
+    return rule
 
 
 def check_for_model(plan: Plan, top_k: int, asked: Asked, model: str) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from remoe_cli.families import Gate, Routed, RouterTap
+from remoe_cli.families import Gate, Heads, Routed, RouterTap
 from remoe_cli.families.experts import recorded_order
 from remoe_cli.families.loader import kept_cache
 from remoe_cli.families.tap import probabilities as softmax
 from remoe_cli.report.figures import Decoded
 from remoe_cli.routing.trace import RoutingTrace
 
-Arrays = list[np.ndarray]  # experts [..., L, K] int16, weights [..., L, K] float16 and, where asked for, probabilities
+Arrays = dict[str, np.ndarray]  # experts [..., L, K] int16, and of FLOATS the weights and what was asked for, float16
 
 
 @torch.no_grad()
@@ -28,6 +28,7 @@ def decode(
     *,
     prefill: bool = False,
     probabilities: bool = False,
+    heads: Heads | None = None,
     batch: int = 32,
     provenance: dict | None = None,
     on_batch: Callable[[int], None] = lambda done: None,
@@ -37,11 +38,12 @@ def decode(
 
     prompts: [P] ids each, or [R, P]. Those of one length go together, so no row is padded. The end token is ignored, so
     that all requests count `steps` steps (ReMoE's protocol). prefill: whether the routing of the prompts is in the trace
-    too; probabilities: whether each router's are. on_batch, on_tokens: called with the requests, and with the tokens of
+    too; probabilities: whether each router's are; heads: theirs are too, on any device. on_batch, on_tokens: called with the requests, and with the tokens of
     prompts and steps, that are done.
     """
     device = next(model.parameters()).device
-    traced: list[Arrays] = [[]] * len(prompts)
+    heads = heads.to(device) if heads is not None else None
+    traced: list[Arrays] = [{}] * len(prompts)
     fed = np.empty((len(prompts), steps), dtype=np.int64)
     done = tokens = 0
 
@@ -54,22 +56,28 @@ def decode(
         prompts_RP = torch.stack([prompts[row] for row in rows]).to(device)
         forced = None if forced_RS is None else forced_RS[rows].to(device)
         with RouterTap(gates) as tap:
-            fed[rows], arrays = _batch(model, tap, prompts_RP, steps, forced, prefill, probabilities, count)
+            fed[rows], arrays = _batch(
+                model,
+                tap,
+                prompts_RP,
+                steps,
+                forced,
+                prefill,
+                lambda routed: recorded(routed, probabilities, heads),
+                count,
+            )
         for number, row in enumerate(rows):
-            traced[row] = [array[number] for array in arrays]
+            traced[row] = {name: array[number] for name, array in arrays.items()}
         done += len(rows)
         on_batch(done)
     lengths = np.array([len(prompt) if prefill else 0 for prompt in prompts])
     phases = [np.arange(length + steps) < length for length in lengths]
-    experts_TLK, weights_TLK, *probabilities_TLE = (np.concatenate(parts) for parts in zip(*traced, strict=True))
     trace = RoutingTrace(
-        experts_TLK,
-        np.concatenate([[0], np.cumsum(lengths + steps)]),
-        np.concatenate(phases),
-        gates[0].n_experts,
-        weights_TLK,
-        {"kind": "greedy" if forced_RS is None else "forced", **(provenance or {})},
-        probabilities_TLE[0] if probabilities else None,
+        borders=np.concatenate([[0], np.cumsum(lengths + steps)]),
+        prefill=np.concatenate(phases),
+        n_experts=gates[0].n_experts,
+        provenance={"kind": "greedy" if forced_RS is None else "forced", **(provenance or {})},
+        **_joined(traced, 0),
     )
     return Decoded(trace, fed)
 
@@ -89,14 +97,19 @@ def _batch(
     steps: int,
     forced_RS: torch.Tensor | None,
     prefill: bool,
-    probabilities: bool,
+    record: Callable[[list[Routed]], Arrays],
     count: Callable[[int], None],
 ) -> tuple[np.ndarray, Arrays]:
     """Ids that were fed [R, S], and what was routed: [R, P + S, ...] with the prompt, [R, S, ...] without."""
+
+    def taken() -> Arrays:
+        """Of the pass that the tap recorded, each [rows, tokens of a row, ...]."""
+        return {name: array.reshape(rows, -1, *array.shape[1:]) for name, array in record(tap.take()).items()}
+
     rows = len(prompts_RP)
     tap.start()
     out = model(prompts_RP, use_cache=True, logits_to_keep=1)
-    passes = [_taken(tap, rows, probabilities)] if prefill else []
+    passes = [taken()] if prefill else []
     count(prompts_RP.numel())
     fed = []
     next_R = out.logits[:, -1].argmax(-1)
@@ -104,18 +117,26 @@ def _batch(
         ids_R = next_R if forced_RS is None else forced_RS[:, step]
         tap.start()
         out = model(ids_R[:, None], use_cache=True, **kept_cache(out))
-        passes.append(_taken(tap, rows, probabilities))
+        passes.append(taken())
         count(rows)
         fed.append(ids_R.cpu().numpy())
         next_R = out.logits[:, -1].argmax(-1)
-    return np.stack(fed, 1), [np.concatenate(parts, 1) for parts in zip(*passes, strict=True)]
+    return np.stack(fed, 1), _joined(passes, 1)
 
 
-def _taken(tap: RouterTap, rows: int, probabilities: bool) -> Arrays:
-    """Of the pass that the tap recorded, each [rows, tokens of a row, ...]."""
-    routed = tap.take()
-    arrays = [*canonical(routed), *([_probabilities(routed)] if probabilities else [])]
-    return [array.reshape(rows, -1, *array.shape[1:]) for array in arrays]
+def _joined(parts: Sequence[Arrays], axis: int) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([part[name] for part in parts], axis) for name in parts[0]}
+
+
+def recorded(routed: list[Routed], probabilities: bool, heads: Heads | None) -> Arrays:
+    """What traces hold of one pass, [N, L, ...] each. heads: on the device of the pass."""
+    experts, weights = canonical(routed)
+    found = {"experts": experts, "weights": weights}
+    if probabilities:
+        found["probabilities"] = _halves([softmax(layer.logits_NE) for layer in routed])
+    for kind in heads.kinds if heads is not None else ():
+        found[kind] = _halves([heads.probabilities(kind, at, layer.hidden_ND) for at, layer in enumerate(routed)])  # type: ignore[union-attr]
+    return found
 
 
 def canonical(routed: list[Routed]) -> tuple[np.ndarray, np.ndarray]:
@@ -129,6 +150,6 @@ def canonical(routed: list[Routed]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(experts, 1), np.stack(weights, 1)
 
 
-def _probabilities(routed: list[Routed]) -> np.ndarray:
+def _halves(layers_NE: list[torch.Tensor]) -> np.ndarray:
     """[N, L, E] float16."""
-    return np.stack([softmax(layer.logits_NE).cpu().numpy().astype(np.float16) for layer in routed], 1)
+    return np.stack([layer.cpu().numpy().astype(np.float16) for layer in layers_NE], 1)

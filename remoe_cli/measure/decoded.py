@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+
 from remoe_cli.offload import Decoded, DecodedBatch, Floor, IoCount, OffloadedDecoder
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import latency_ms
@@ -14,8 +16,9 @@ def figures(
 ) -> dict[str, Any]:
     """Sums over the requests, and their times. floors: of each of them, where they were measured."""
     counts = [one.counts for one in done]
-    hits, misses, evictions, guesses, guessed = (
-        sum(getattr(one, name) for one in counts) for name in ("hits", "misses", "evictions", "guesses", "guessed")
+    hits, misses, evictions, proactive, guesses, guessed, rerouted = (
+        sum(getattr(one, name) for one in counts)
+        for name in ("hits", "misses", "evictions", "proactive", "guesses", "guessed", "rerouted")
     )
     steps = sum(len(one.latency.itl_s) for one in done)
     tokens = sum(len(one.latency.itl_s) * _rows(one) for one in done)
@@ -29,9 +32,12 @@ def figures(
         "hits": hits,
         "misses": misses,
         "evictions": evictions,
+        "proactive": proactive,
         "hit_ratio": metrics.ratio(hits, hits + misses),
+        "adjusted_hit_ratio": metrics.adjusted_hit_ratio(hits + misses, misses - guessed, proactive + guesses),
         "guesses": guesses,
         "guessed": guessed,
+        "rerouted": rerouted,
         **_read("", decode),
         **_read("prefill_", prefill),
         "mb_a_token": metrics.ratio(decode.bytes / 1e6, tokens),
@@ -42,6 +48,12 @@ def figures(
         "floor": _floor(done, floors),
         **latency_ms([one.latency.ttft_s for one in done], [one.latency.itl_s for one in done]),
     }
+
+
+def nll(logits_BNV: torch.Tensor, ids_BN: Sequence[Sequence[int]]) -> torch.Tensor:
+    """[B * N] fp32 on the CPU, nats: the loss of each token that was fed, or would have been next."""
+    ids = torch.tensor(ids_BN, device=logits_BNV.device).flatten()
+    return torch.nn.functional.cross_entropy(logits_BNV.float().flatten(0, 1), ids, reduction="none").cpu()
 
 
 def _rows(one: Decoded | DecodedBatch) -> int:

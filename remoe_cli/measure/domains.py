@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from remoe_cli.console import progress
 from remoe_cli.errors import DataError, UsageError
 from remoe_cli.measure.sample import Sample
+from remoe_cli.measure.steering import reported
 from remoe_cli.recipe import Recipe
 from remoe_cli.train.data import Documents, load_documents
 from remoe_cli.train.files import COMPRESSED, FORMS
@@ -44,7 +45,7 @@ class HeldOut(NamedTuple):
 
 
 def held_out(recipe: Recipe, tokenizer: Any, draws: int, asked: Sequence[str] = ()) -> HeldOut:
-    """The held-out texts of recipe.data and their domains: the kinds that the source tells, then [NAME=]SOURCE of `asked`.
+    """The held-out texts of recipe.data (without those that steered the run) and their domains: the kinds that the source tells, then [NAME=]SOURCE of `asked`.
 
     A run on a part of the demo shows the rest of it too; one on a source of a single kind shows its own only beside what
     was asked for. A domain of the run's own texts shares their sample; no domain holds a text that was trained on.
@@ -62,7 +63,7 @@ def held_out(recipe: Recipe, tokenizer: Any, draws: int, asked: Sequence[str] = 
             replace(data, source=source, format="raw"), tokenizer, seed=recipe.train.seed
         )  # plain text
 
-    own = load(data.source)
+    own = reported(load(data.source), recipe)
     sample = Sample.of(own.heldout, recipe, draws)
     found: dict[str, Domain] = {}
     notes = [*own.notes, *(f"the held-out texts hold {less}" for less in sample.fewer(recipe, draws))]

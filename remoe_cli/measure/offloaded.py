@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from remoe_cli import memory
-from remoe_cli.cache import replay
+from remoe_cli.cache import choose, live_policies, replay
+from remoe_cli.cache.reroute import Rule
 from remoe_cli.console import progress
 from remoe_cli.errors import UsageError
+from remoe_cli.families import Heads, KINDS
 from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.decoded import figures
@@ -25,7 +28,7 @@ from remoe_cli.sizes import show_size
 
 
 class Offloaded(NamedTuple):
-    """rows: arm -> one dict a capacity, as in docs/report.md; requests: how many were timed. io: "direct" or "buffered",
+    """rows: arm -> one dict a policy and capacity, as in docs/report.md; requests: how many were timed. io: "direct" or "buffered",
     None where nothing was timed."""
 
     rows: dict[str, list[dict[str, Any]]]
@@ -60,11 +63,18 @@ def measure_offloaded(
     requests: Requests,
     capacities: Sequence[int],
     *,
-    policy: str = "lru",
+    heads: Mapping[str, Heads | None] | None = None,
+    policies: Sequence[str] = ("lru",),
     floor: bool = False,
+    reroute: Rule | None = None,
 ) -> Offloaded:
     """Forced continuations of every request, arms taken in turn request by request, so that a noisy machine is noisy for
-    all alike. A capacity below K is not run and says so. floor: also load the same experts without computing."""
+    all alike. A capacity below K is not run and says so. heads: of the arms that have some. policies: each for the arms that
+    it can serve, see `runs`. floor: also load the same experts without computing. reroute: bends choices towards residents;
+    then no cell is compared with the resident model, which says something else."""
+    heads = heads or {}
+    serving = {policy: [arm for arm in arms if runs(policy, heads.get(arm), decoder.settings)] for policy in policies}
+    served = {policy: its for policy, its in serving.items() if its}
     runnable = [capacity for capacity in capacities if capacity >= decoder.top_k]
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for arm in arms:
@@ -72,26 +82,27 @@ def measure_offloaded(
             {"capacity": c, "skipped": f"needs C >= {decoder.top_k}"} for c in capacities if c < decoder.top_k
         ]
     settings = decoder.settings
-    exact, notes = _exactness(decoder, arms, requests, runnable)
-    total = len(runnable) * len(requests.prompts_RP) * len(arms)
+    exact, notes = _exactness(decoder, arms, heads, served, requests, [] if reroute else runnable)
+    total = len(runnable) * len(requests.prompts_RP) * sum(map(len, served.values()))
     with progress("measure offloaded", total) as bar:
         done = 0
-        for capacity in runnable:
-            decoder.configure(capacity, policy, settings=settings)
+        for policy, capacity in product(served, runnable):
+            decoder.configure(capacity, settings=settings)
             decoder.decode(requests.prompts_RP[0].tolist(), 3)  # warm-up: first calls allocate
-            decoded: dict[str, list[Decoded]] = {arm: [] for arm in arms}
-            floors: dict[str, list[Floor]] = {arm: [] for arm in arms}
+            decoder.configure(capacity, policy, settings=settings, reroute=reroute)
+            decoded: dict[str, list[Decoded]] = {arm: [] for arm in served[policy]}
+            floors: dict[str, list[Floor]] = {arm: [] for arm in served[policy]}
             for prompt, forced in zip(requests.prompts_RP.tolist(), requests.continuations_RS.tolist(), strict=True):
-                for arm, gates in arms.items():
-                    decoder.apply_gates(gates)
+                for arm in served[policy]:
+                    decoder.apply_gates(arms[arm], heads.get(arm))
                     decoded[arm].append(decoder.decode(prompt, len(forced), forced=forced))
                     if floor:
                         floors[arm].append(decoder.floor(decoded[arm][-1]))
                     done += 1
                     bar.update(done)
-            for arm in arms:
+            for arm in served[policy]:
                 row = _row(decoded[arm], floors[arm], capacity, policy, decoder)
-                rows[arm].append({**row, "exact": exact.get((arm, capacity))})
+                rows[arm].append({**row, "exact": exact.get((policy, arm, capacity))})
     decoder.apply_gates({})
     if not runnable:
         return Offloaded(rows, 0, notes)
@@ -101,15 +112,28 @@ def measure_offloaded(
     return Offloaded(rows, len(requests.prompts_RP), notes, decoder.io)
 
 
+def runs(policy: str, heads: Heads | None, settings: Settings) -> bool:
+    """Whether a decoder with these heads runs a policy with forced admission."""
+    chosen = choose(policy)
+    there = heads.kinds if heads is not None else ()
+    return (
+        chosen.name in live_policies()
+        and chosen.policy.admits
+        and not (chosen.policy.refines and settings.guess)
+        and {*chosen.policy.needs} & {*KINDS} <= {*there}
+    )
+
+
 def _row(
     decoded: Sequence[Decoded], floors: Sequence[Floor], capacity: int, policy: str, decoder: OffloadedDecoder
 ) -> dict[str, Any]:
     found = figures(decoder, decoded, floors)
     simulated = replay(RoutingTrace.concat([one.trace for one in decoded]), policy, capacity)
-    counted = [found[name] for name in ("hits", "misses", "evictions", "steps", "reads", "bytes")]
-    loads = simulated.misses - found["guessed"] + found["guesses"]
+    counted = [found[name] for name in ("hits", "misses", "evictions", "proactive", "steps", "reads", "bytes")]
+    loads = simulated.loads - found["guessed"] + found["guesses"]
     expected = [
-        simulated.hits, simulated.misses, simulated.evictions, simulated.tokens, loads, loads * decoder.expert_bytes,
+        simulated.hits, simulated.misses, simulated.evictions, simulated.proactive, simulated.tokens, loads,
+        loads * decoder.expert_bytes,
     ]  # fmt: skip
     return {
         "capacity": capacity,
@@ -124,10 +148,13 @@ def _row(
 def _exactness(
     decoder: OffloadedDecoder,
     arms: Mapping[str, Mapping[str, torch.Tensor]],
+    heads: Mapping[str, Heads | None],
+    served: Mapping[str, Sequence[str]],
     requests: Requests,
     capacities: Sequence[int],
-) -> tuple[dict[tuple[str, int], bool], list[str]]:
-    """Greedy logits of the first request with C slots and with all E, bit for bit, on the same path."""
+) -> tuple[dict[tuple[str, str, int], bool], list[str]]:
+    """Greedy logits of the first request with C slots and with all E, bit for bit, on the same path. served: policy -> its
+    arms."""
     if not capacities:
         return {}, []
     needed, room = decoder.n_experts * decoder.n_layers * decoder.slot_bytes, _room(decoder)
@@ -138,15 +165,22 @@ def _exactness(
         shown = f"all experts need {show_size(needed)}, {room.limit} leaves {show_size(room.nbytes)}"
         return {}, [f"exactness not checked: {shown}"]
     prompt, n_new = requests.prompts_RP[0].tolist(), min(16, requests.continuations_RS.shape[1])
-    logits: dict[tuple[str, int], torch.Tensor] = {}
-    for capacity in [decoder.n_experts, *capacities]:
-        decoder.configure(capacity, settings=replace(decoder.settings, throttle=None))
-        for arm, gates in arms.items():
-            decoder.apply_gates(gates)
-            logits[arm, capacity] = decoder.decode(prompt, n_new, keep_logits=True).logits  # type: ignore[assignment]
-    return {
-        (arm, c): bool(torch.equal(logits[arm, c], logits[arm, decoder.n_experts])) for arm in arms for c in capacities
-    }, []
+    resident: dict[str, torch.Tensor | None] = {}
+    exact: dict[tuple[str, str, int], bool] = {}
+
+    def logits(arm: str) -> torch.Tensor | None:
+        decoder.apply_gates(arms[arm], heads.get(arm))
+        return decoder.decode(prompt, n_new, keep_logits=True).logits
+
+    settings = replace(decoder.settings, throttle=None)
+    decoder.configure(decoder.n_experts, settings=settings)
+    for arm in arms:
+        resident[arm] = logits(arm)
+    for policy, capacity in product(served, capacities):
+        decoder.configure(capacity, policy, settings=settings)
+        for arm in served[policy]:
+            exact[policy, arm, capacity] = bool(torch.equal(logits(arm), resident[arm]))  # type: ignore[arg-type]
+    return exact, []
 
 
 def _room(decoder: OffloadedDecoder) -> memory.Room:

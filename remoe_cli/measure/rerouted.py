@@ -54,18 +54,20 @@ class Rerouted(NamedTuple):
 class Rerouter:
     """`with Rerouter(...) as rerouter: rerouter.start(requests); model(...); walked = rerouter.take()`.
 
-    rule: None leaves the model as it is. new_cache: a cold cache, called for each request and layer. Where a token's set of
+    rule: None leaves the model as it is. new_cache: a cold cache for a MoE layer (0 is the first), called for each request. Where a token's set of
     experts is the router's own, so are its weights, bit for bit.
     """
 
     def __init__(
-        self, gates: Sequence[Gate], rule: Rule | None, new_cache: Callable[[], ExpertCache], *, renormalised: bool
+        self, gates: Sequence[Gate], rule: Rule | None, new_cache: Callable[[int], ExpertCache], *, renormalised: bool
     ) -> None:
         self._gates, self._rule, self._new_cache, self._renormalised = gates, rule, new_cache, renormalised
         self._handles: list = []
 
     def __enter__(self) -> "Rerouter":
-        self._handles = [gate.router.register_forward_hook(self._hook(gate.layer)) for gate in self._gates]
+        self._handles = [
+            gate.router.register_forward_hook(self._hook(gate.layer, place)) for place, gate in enumerate(self._gates)
+        ]
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -97,7 +99,7 @@ class Rerouter:
             np.stack(chances, 1),
         )
 
-    def _hook(self, layer: int):
+    def _hook(self, layer: int, place: int):
         def reroute(_module, _inputs, outputs):
             logits, weight, choice = outputs
             chances_NE = probabilities(logits).cpu().numpy()
@@ -108,7 +110,7 @@ class Rerouter:
             self._check_rule(layer, weight_NK, chances_NE, stock_NK)
             done = Walked(stock_NK.astype(np.int16), weight_NK.copy(), np.zeros(len(stock_NK), dtype=bool))
             for request in self._requests:
-                cache = self._new_cache()
+                cache = self._new_cache(place)
                 walked = walk(
                     self._rule, cache, logits_NE[request], chances_NE[request], stock_NK[request], weight_NK[request],
                     renormalised=self._renormalised,
@@ -154,13 +156,13 @@ def measure_rerouted(
     rows: int,
     rule: Rule | None,
     *,
-    capacity: int,
+    capacity: int | Sequence[int],
     policy: str = "lru",
     admission: str = "forced",
     batch: int = 4,
     on_batch: Callable[[int], None] = lambda rows_done: None,
 ) -> Rerouted:
-    """Over the rows that measure_rows takes, with `capacity` expert slots a layer.
+    """Over the rows that measure_rows takes, with `capacity` expert slots a layer, or one number for each.
 
     The trace holds the router's probabilities where the policy needs them. Raises DataError when the documents hold no pair
     of tokens, CacheError for a policy that a running model can't serve.
@@ -168,8 +170,10 @@ def measure_rerouted(
     n_experts, device = gates[0].n_experts, next(model.parameters()).device
     keep_probabilities = "probabilities" in choose(policy).policy.needs
 
-    def new_cache() -> ExpertCache:
-        return ExpertCache(capacity, policy, n_experts=n_experts, admission=admission)
+    slots = [capacity] * len(gates) if isinstance(capacity, int) else capacity
+
+    def new_cache(place: int) -> ExpertCache:
+        return ExpertCache(slots[place], policy, n_experts=n_experts, admission=admission)
 
     sums: list[tuple[float, float, int]] = []
     parts: list[tuple[np.ndarray, ...]] = []
@@ -182,7 +186,7 @@ def measure_rerouted(
             packed = packed._replace(
                 ids_BT=packed.ids_BT[: rows - len(sums)], document_BT=packed.document_BT[: rows - len(sums)]
             )
-            requests = _requests(packed.document_BT)
+            requests = requests_of(packed.document_BT)
             rerouter.start(requests)
             inputs = model_inputs(model, packed, Segments.of(packed.document_BT).to(device))
             logits_BTV = model(**inputs).logits
@@ -213,7 +217,7 @@ def measure_rerouted(
     return Rerouted(text, trace, counts, changed)
 
 
-def _requests(document_BT: torch.Tensor) -> list[slice]:
+def requests_of(document_BT: torch.Tensor) -> list[slice]:
     """The slots of each document in the flattened batch, in order; padding belongs to none."""
     found = []
     width = document_BT.shape[1]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from remoe_cli.console import progress
-from remoe_cli.families import Gate
+from remoe_cli.families import Gate, Heads
 from remoe_cli.measure.decode_traces import decode
 from remoe_cli.measure.requests import cut_requests, Requests
 from remoe_cli.measure.text import measure_rows
@@ -48,16 +48,18 @@ def measure(
     gates: list[Gate],
     sample: Sample,
     recipe: Recipe,
-    probabilities: bool = False,
+    scores: bool = False,
+    heads: Heads | None = None,
 ) -> Measured:
-    """The model as it is, with whatever gates are in it. probabilities: the decode traces hold the routers'."""
+    """The model as it is, with whatever gates are in it. scores: the decode traces hold the routers' probabilities, and what
+    the heads gave."""
     text = measure_heldout(title, model, gates, sample.documents, recipe, sample.draws)
     decoded = {}
     for kind, forced in (("forced", sample.requests.continuations_RS[:, :-1]), ("greedy", None)):
         with progress(f"{title}: {kind} decode", len(sample.requests.prompts_RP)) as bar:
             decoded[kind] = decode(
                 model, gates, sample.requests.prompts_RP, recipe.evaluate.new_tokens, forced,
-                probabilities=probabilities, batch=min(32, recipe.evaluate.requests), on_batch=bar.update,
+                probabilities=scores, heads=heads if scores else None, batch=min(32, recipe.evaluate.requests), on_batch=bar.update,
             )  # fmt: skip
     return Measured(text, decoded)
 

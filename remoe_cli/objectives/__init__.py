@@ -1,4 +1,5 @@
-"""Objectives: what a gate is taught, as pure functions of routing. A new one is one file here and one line below.
+"""Objectives: what a gate is taught, as pure functions of routing. A new one is one file here, one line below and one in
+`recipe.OBJECTIVES`, which says which heads it reads.
 
 An objective is a module with these three functions (`remoe` is the model to copy):
 - `weights(segments, settings, learned_BT) -> {term: weight}`: how many tokens or pairs a micro-batch brings to each term.
@@ -10,6 +11,22 @@ Cross entropy (or, with `target: base`, distillation) belongs to every objective
 
 from types import ModuleType
 
-from remoe_cli.objectives import remoe, resident_mass, soft_misses
+from remoe_cli.objectives import (
+    coverage_spatio_temporal,
+    coverage_temporal,
+    decayed_coverage,
+    remoe,
+    resident_mass,
+    soft_misses,
+    spatio_only,
+)
 
-OBJECTIVES: dict[str, ModuleType] = {"remoe": remoe, "resident-mass": resident_mass, "soft-misses": soft_misses}
+OBJECTIVES: dict[str, ModuleType] = {
+    "remoe": remoe,
+    "resident-mass": resident_mass,
+    "soft-misses": soft_misses,
+    "coverage-temporal": coverage_temporal,
+    "coverage-spatio-temporal": coverage_spatio_temporal,
+    "spatio-only": spatio_only,
+    "decayed-coverage": decayed_coverage,
+}

@@ -52,11 +52,14 @@ class Segments(NamedTuple):
 
 class Routing(NamedTuple):
     """What the gates did in one pass. logp_LNE: log P of the model; reference_LNE: log Pref, of the base gates on the
-    same hidden states; choice_LNK: the experts that the model really executed, int64."""
+    same hidden states; choice_LNK: the experts that the model really executed, int64. temporal_LNE, spatio_LNE:
+    probabilities of the heads on the same hidden states, None where there is no such head."""
 
     logp_LNE: Tensor
     reference_LNE: Tensor
     choice_LNK: Tensor
+    temporal_LNE: Tensor | None = None
+    spatio_LNE: Tensor | None = None
 
 
 def log_probabilities(logits_NE: Tensor) -> Tensor:

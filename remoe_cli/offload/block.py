@@ -8,68 +8,54 @@ Shape letters: B requests, N tokens of a pass (B x its length), H hidden, K expe
 """
 
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from remoe_cli.cache import ExpertCache
+from remoe_cli.cache import ExpertCache, scores_ahead
+from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.together import touch_order
-from remoe_cli.families import Gate, probabilities
+from remoe_cli.families import Gate, Heads, probabilities
 from remoe_cli.families.experts import ExpertLayer, recorded_order
 from remoe_cli.offload.compute import Parts, run_expert, SingleToken
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.readers import Load
+from remoe_cli.offload.rerouting import Bend
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.store import IoCount
-from remoe_cli.offload.tiers import Tiers
+from remoe_cli.offload.tiers import Strays, Tiers
 from remoe_cli.offload.timing import Timeline
 
 
 @dataclass
 class Ledger:
-    """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read, in order;
-    guesses: reads ahead of the router; guessed: misses that such a read had brought or begun."""
+    """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read for it, in
+    order; step: which of them runs, -1 in the prompt; guesses: reads ahead of the router; guessed: misses that such a read
+    had brought or begun; rerouted: experts that ran in place of the router's own."""
 
-    in_prefill: bool = True
+    loads: list[list[tuple[int, int]]]
+    step: int = -1
     prefill: IoCount = field(default_factory=IoCount)
     decode: IoCount = field(default_factory=IoCount)
     guesses: int = 0
     guessed: int = 0
-    loads: list[list[tuple[int, int]]] = field(default_factory=list)
+    rerouted: int = 0
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.step < 0
 
     @property
     def count(self) -> IoCount:
         return self.prefill if self.in_prefill else self.decode
 
 
-class Strays:
-    """Guesses that nobody wants, still on their way: their slots are free again once they have landed. One for all layers."""
-
-    def __init__(self, tiers: Tiers, pool: SlotPool) -> None:
-        self._tiers, self._pool = tiers, pool
-        self._loads: list[Load] = []
-
-    def __len__(self) -> int:
-        return len(self._loads)
-
-    def add(self, load: Load) -> None:
-        self._loads.append(load)
-
-    def sweep(self, *, wait: bool = False) -> None:
-        """Gives back the slots of those that have landed; with `wait`, of the first in any case."""
-        for load in [load for i, load in enumerate(self._loads) if load.finished or (wait and not i)]:
-            self._loads.remove(load)
-            self._tiers.wait(load)
-            self._pool.release(load.slot)
-
-    def clear(self) -> None:
-        self._loads.clear()
-
-
 class ExpertBlock:
-    """index: the layer's number among the MoE layers. `next`: the following MoE layer's block, for guesses."""
+    """index: the layer's number among the MoE layers. `next`: the following MoE layer's block; of the last, the first's.
+    `heads`: those of all layers, or None. `bend`: of its choices towards residents, or None."""
 
     def __init__(
         self,
@@ -85,14 +71,17 @@ class ExpertBlock:
         self._index, self._experts = index, layer.module
         self._layout, self._pool, self._tiers, self._to = layout, pool, tiers, timeline.to
         self._strays = strays
-        self.next: ExpertBlock | None = None
+        self.next = self
         self.guess = 0
+        self.heads: Heads | None = None
+        self.bend: Bend | None = None
         self._single = SingleToken(layer.module) if SingleToken.serves(layer.module) else None
         self._slots: dict[int, int] = {}
         self._parts: dict[int, Parts] = {}  # of the experts in slots, as far as they have run
         self._coming: dict[int, Load] = {}  # begun, not yet waited for
         self._waiting: deque[int] = deque()  # not begun, for want of a free slot
         self._guesses: dict[int, Load] = {}
+        self._ahead: dict[int, Load] = {}  # of residents that were loaded ahead, and not yet waited for
         self._leaving: set[int] = set()
         self._touched: list[int] = []
         self._choice_NK = np.empty((0, 0), np.int64)
@@ -106,42 +95,60 @@ class ExpertBlock:
             gate.shared.forward = lambda x: self._shared.view(x.shape)  # type: ignore[union-attr]
         gate.block.register_forward_pre_hook(self._before)
 
-    def start(self, cache: ExpertCache | None, ledger: Ledger, *, through: bool, keep_probabilities: bool) -> None:
+    def start(self, cache: ExpertCache | None, ledger: Ledger, *, through: bool, scores: Sequence[str]) -> None:
         """A new request; nothing is under way. cache: a new one, for which the pool has been reset, or None for the one from
-        before. through: whether the prompt goes through it."""
+        before. through: whether the prompt goes through it. scores: of cache.policy.SCORES, those that are kept."""
         if cache is not None:
             self.cache = cache
             self._slots.clear()
             self._parts.clear()
         self._ledger, self._through = ledger, through
-        self._keeps_probabilities = keep_probabilities or "probabilities" in self.cache.policy.needs
         self.experts: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
-        self.probabilities: list[np.ndarray] = []
-        for pending in (self._coming, self._waiting, self._guesses, self._leaving):
+        self.scores: dict[str, list[np.ndarray]] = {kind: [] for kind in scores}
+        if self.bend is not None:
+            self.bend.start()
+        for pending in (self._coming, self._waiting, self._guesses, self._ahead, self._leaving):
             pending.clear()
 
-    def cache_counts(self) -> tuple[int, int, int]:
-        """Hits, misses and evictions of its cache so far."""
-        return self.cache.hits, self.cache.misses, self.cache.evictions
+    def cache_counts(self) -> tuple[int, int, int, int]:
+        """Hits, misses, evictions and loads ahead of need of its cache so far."""
+        return self.cache.hits, self.cache.misses, self.cache.evictions, self.cache.proactive
 
     def _before(self, _module: torch.nn.Module, args: tuple) -> None:
         x_NH = args[0].reshape(-1, args[0].shape[-1])
         self._to("router")
         self._routed = self._route(x_NH)
         logits, *routing = self._routed[:3]
-        ahead = None if self.next is None or not self.guess or self._ledger.in_prefill else self.next
-        if ahead is not None:  # what the next layer's gate would choose for this layer's hidden state
-            routing += ahead._route(x_NH)[1:3]
+        for kind in self.scores:
+            routing.append(self._scored(kind, logits, x_NH).half())
+        if self.bend is not None:
+            routing += [logits.float(), probabilities(logits)]
+        guesses = self.guess and not self._ledger.in_prefill and self.next._index > self._index
+        if guesses:  # what the next layer's gate would choose for this layer's hidden state
+            routing += self.next._route(x_NH)[1:3]
         # one transfer, so that a GPU is waited for once a layer; float64 holds ids and weights exactly
-        weight_NK, choice_NK, *foreseen = torch.stack([part.double() for part in routing]).cpu().numpy()
-        if self._keeps_probabilities:
-            self.probabilities.append(probabilities(logits).half().cpu().numpy())
+        found = torch.cat([part.double() for part in routing], -1).cpu().numpy()
+        weight_NK, choice_NK, *others = np.split(found, np.cumsum([part.shape[-1] for part in routing])[:-1], -1)
         self._to("bookkeeping")
+        for of_kind, scores_NE in zip(self.scores.values(), others, strict=False):
+            of_kind.append(scores_NE.astype(np.float16))
         order_NK = recorded_order(choice_NK, weight_NK)
         experts_NK = np.take_along_axis(choice_NK, order_NK, -1).astype(np.int16)
         # caches see what the trace holds: float16
         weights_NK = np.take_along_axis(weight_NK, order_NK, -1).astype(np.float16)
+        if self.bend is not None:
+            resident = None if self._ledger.in_prefill else self.cache.resident
+            own_NK = np.take_along_axis(weight_NK, order_NK, -1)
+            logits_NE, chances_NE = others[len(self.scores) :][:2]
+            bent = self.bend.choose(logits_NE, chances_NE, experts_NK, own_NK, resident)
+            if bent is not None:
+                self._ledger.rerouted += len({*bent[0]} - {*experts_NK[0].tolist()})
+                experts_NK, weights_NK = np.array([bent[0]], np.int16), bent[1][None].astype(np.float16)
+                choice_NK = experts_NK
+                _, weight, choice, *rest = self._routed
+                bent_weight, bent_choice = torch.from_numpy(bent[1]).to(weight), torch.tensor(bent[0]).to(choice)
+                self._routed = (logits, bent_weight[None], bent_choice[None], *rest)
         self.experts.append(experts_NK)
         self.weights.append(weights_NK)
         self._choice_NK = choice_NK.astype(np.int64)
@@ -151,8 +158,10 @@ class ExpertBlock:
             self._begin([expert for expert in self._touched if expert not in self._slots])
         else:
             self._serve(experts_NK, weights_NK)
-        if ahead is not None:
-            ahead._foresee(*foreseen)
+            if self.next is not self:
+                self.refine_next()
+        if guesses:
+            self.next._foresee(*others[-2:])
         if self._share is not None:
             self._to("dense")
             self._shared = self._share(x_NH)
@@ -161,8 +170,12 @@ class ExpertBlock:
     def _serve(self, experts_NK: np.ndarray, weights_NK: np.ndarray) -> None:
         """One step of the cache."""
         touched = touch_order(experts_NK, weights_NK)
-        chances = self.probabilities[-1][0].tolist() if self.probabilities else None
-        step = self.cache.step(list(touched), list(touched.values()), chances)
+        chances, coming = (None if (row := self._last(kind)) is None else row.tolist() for kind in SCORES[:2])
+        step = self.cache.step(list(touched), list(touched.values()), chances, coming)
+        for expert in step.hits:
+            if (early := self._ahead.pop(expert, None)) is not None:
+                self._tiers.hasten(early)
+                self._coming[expert] = early
         self._release([expert for expert in step.evicted if expert not in touched])
         self._touched = sorted(touched)
         self._leaving = {expert for expert in touched if expert not in self.cache.resident}
@@ -195,12 +208,56 @@ class ExpertBlock:
             load = self._tiers.begin(self._index, expert, self._pool.acquire(), self._ledger.count, guess=True)
             self._guesses[expert] = load
             self._ledger.guesses += 1
-            self._ledger.loads[-1].append((self._index, expert))
+            self._ledger.loads[self._ledger.step].append((self._index, expert))
 
     def _forget_guess(self, load: Load) -> None:
         self._pool.release(load.slot)
         self._ledger.guesses -= 1
-        self._ledger.loads[-1].remove((self._index, load.expert))
+        self._ledger.loads[self._ledger.step].remove((self._index, load.expert))
+
+    def refine_next(self) -> None:
+        """Brings into the next layer what its policy foresees there, if it does: at this token or, after the last layer, in
+        the first one at the next token, if there is one. The loads run behind those that are needed now."""
+        step = self._ledger.step + (self.next._index <= self._index)
+        if self.cache.policy.refines and step < len(self._ledger.loads):
+            self.next._refine(self._last("spatio"), step)
+            self._feed()  # more slots may have come free than that took
+
+    def _refine(self, spatio_E: np.ndarray | None, step: int) -> None:
+        scores = scores_ahead(self.cache.policy, self._last("probabilities"), self._last("temporal"), spatio_E)
+        if scores is None:
+            return
+        admitted, evicted = self.cache.refine(scores)
+        self._release(evicted)
+        for expert in admitted:
+            while not self._pool.n_free:  # who left is still on its way into its slot
+                self._await_stray()
+            slot = self._slots[expert] = self._pool.acquire()
+            self._ahead[expert] = self._tiers.begin(self._index, expert, slot, self._ledger.decode, guess=True)
+            self._ledger.loads[step].append((self._index, expert))
+
+    def _await_stray(self) -> None:
+        if not len(self._strays):
+            raise RuntimeError(f"no slot is free for experts of MoE layer {self._index}")
+        self._to("wait")
+        self._strays.sweep(wait=True)
+        self._to("bookkeeping")
+
+    def land(self) -> None:
+        """Until what was loaded ahead is there. Raises what went wrong with it."""
+        while self._ahead:
+            self._tiers.wait(self._ahead.popitem()[1])
+
+    def _scored(self, kind: str, logits: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
+        """[N, E]"""
+        if kind == "probabilities":
+            return probabilities(logits)
+        assert self.heads is not None
+        return self.heads.probabilities(kind, self._index, x_NH)
+
+    def _last(self, kind: str) -> np.ndarray | None:
+        """[E], the scores of the last token that passed; as traces hold them, float16."""
+        return self.scores[kind][-1][-1] if self.scores.get(kind) else None
 
     def _begin(self, experts: list[int]) -> None:
         self._waiting.extend(experts)
@@ -214,7 +271,7 @@ class ExpertBlock:
             keep = not self._ledger.in_prefill
             self._coming[expert] = self._tiers.begin(self._index, expert, slot, self._ledger.count, keep=keep)
             if not self._ledger.in_prefill:
-                self._ledger.loads[-1].append((self._index, expert))
+                self._ledger.loads[self._ledger.step].append((self._index, expert))
 
     def _run(self, x_NH: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """What the stock experts module returns: resident experts first, the others as they come. Their outputs are added
@@ -227,10 +284,7 @@ class ExpertBlock:
         self._compute(here, plan, x_NH, out_RH)
         while self._coming or self._waiting:
             if not self._coming:
-                if not len(self._strays):
-                    raise RuntimeError(f"no slot is free for experts {list(self._waiting)}")
-                self._to("wait")
-                self._strays.sweep(wait=True)
+                self._await_stray()
                 self._feed()
                 continue
             landed = [expert for expert, load in self._coming.items() if load.finished] or [next(iter(self._coming))]
@@ -264,10 +318,14 @@ class ExpertBlock:
             self._release(left)
             self._feed()
 
-    def _release(self, experts: list[int]) -> None:
+    def _release(self, experts: Iterable[int]) -> None:
         for expert in experts:
             self._parts.pop(expert, None)
-            self._pool.release(self._slots.pop(expert))
+            slot = self._slots.pop(expert)
+            if (early := self._ahead.pop(expert, None)) is None:
+                self._pool.release(slot)
+            else:
+                self._strays.add(early)
 
 
 class _Plan:

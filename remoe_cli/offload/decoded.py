@@ -21,16 +21,19 @@ Loads = list[list[tuple[int, int]]]  # each decode step's (layer, expert), in th
 
 class Counts(NamedTuple):
     """Of the decode steps, summed over layers: accesses = hits + misses, the distinct experts that each step asked for;
-    evictions; guesses: experts read before their router had chosen (P); guessed: misses that a guess had brought or begun, so
-    that misses - guessed are loads on demand (D) and decode.reads = D + P. prefill: what the prompt streamed. With
-    warm="batch" the prompt's own hits and misses are not in here. io: "direct" | "buffered"."""
+    evictions; proactive: loads that the policy made ahead of need, hits where they were asked for, in time or not; guesses:
+    experts read before their router had chosen; guessed: misses that a guess had brought or begun. So D = misses - guessed,
+    P = proactive + guesses, and decode.reads = D + P. rerouted: experts that ran in place of the router's own. prefill: what the prompt streamed. With warm="batch" the prompt's own hits
+    and misses are not in here. io: "direct" | "buffered"."""
 
     accesses: int
     hits: int
     misses: int
     evictions: int
+    proactive: int
     guesses: int
     guessed: int
+    rerouted: int
     decode: IoCount
     prefill: IoCount
     io: str
@@ -82,14 +85,15 @@ class Floor(NamedTuple):
 
 
 def counts_of(
-    blocks: "Sequence[ExpertBlock]", before: Sequence[tuple[int, int, int]], ledger: "Ledger", io: str
+    blocks: "Sequence[ExpertBlock]", before: Sequence[tuple[int, int, int, int]], ledger: "Ledger", io: str
 ) -> Counts:
-    """before: hits, misses, evictions of each layer's cache when decoding began."""
+    """before: `cache_counts` of each layer when decoding began."""
     now = [block.cache_counts() for block in blocks]
-    hits, misses, evictions = (sum(b[i] - a[i] for a, b in zip(before, now, strict=True)) for i in range(3))
+    hits, misses, evictions, proactive = (sum(b[i] - a[i] for a, b in zip(before, now, strict=True)) for i in range(4))
     return Counts(
-        hits + misses, hits, misses, evictions, ledger.guesses, ledger.guessed, ledger.decode, ledger.prefill, io
-    )
+        hits + misses, hits, misses, evictions, proactive, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode,
+        ledger.prefill, io,
+    )  # fmt: skip
 
 
 def trace_of(
@@ -116,8 +120,6 @@ def trace_of(
         prefill=np.tile(np.arange(n_tokens) < n_prompt, n_requests),
         n_experts=n_experts,
         weights=np.stack([by_request(block.weights) for block in blocks], 1),
-        probabilities=(
-            np.stack([by_request(block.probabilities) for block in blocks], 1) if blocks[0].probabilities else None
-        ),
         provenance=provenance,
+        **{kind: np.stack([by_request(block.scores[kind]) for block in blocks], 1) for kind in blocks[0].scores},
     )

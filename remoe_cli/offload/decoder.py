@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from remoe_cli.cache import choose, ExpertCache
-from remoe_cli.errors import CacheError, DeltaError, UsageError
-from remoe_cli.families import family_of, find_gates
+from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.reroute import Rule
+from remoe_cli.errors import UsageError
+from remoe_cli.families import FAMILIES, family_of, find_gates, Heads
 from remoe_cli.families.experts import ExpertLayer
 from remoe_cli.families.loader import (
     compute_dtype,
@@ -20,18 +22,20 @@ from remoe_cli.families.loader import (
 )
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
-from remoe_cli.offload.block import ExpertBlock, Ledger, Strays
+from remoe_cli.offload.block import ExpertBlock, Ledger
+from remoe_cli.offload.checks import check_cache, check_gates, check_heads, check_prompts, check_rule
 from remoe_cli.offload.compute import quicken, require_known, running
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
 from remoe_cli.offload.latent import absorb
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.pack import packed
+from remoe_cli.offload.rerouting import Bend
 from remoe_cli.offload.sampling import chooser, Sampling
 from remoe_cli.offload.settings import Settings
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.store import drop_page_cache, expert_files, ExpertStore, one_expert_bytes, storage_bytes
-from remoe_cli.offload.tiers import host_bytes, Tiers
+from remoe_cli.offload.tiers import host_bytes, Strays, Tiers
 from remoe_cli.offload.timing import mark_attention, Timeline
 from remoe_cli.routing import RoutingTrace
 
@@ -45,8 +49,8 @@ class OffloadedDecoder:
 
     Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram, which is no
     more than all experts take. `layers`: one
-    ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `disk_names`: the gates that apply_gates takes
-    -> their on-disk names; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
+    ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `gates`: one Gate an MoE layer; `disk_names`: the gates
+    that apply_gates takes -> their on-disk names; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
     Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K, an unknown policy or too little
     memory, CheckpointError for damaged files.
     """
@@ -73,10 +77,10 @@ class OffloadedDecoder:
         self.dtype = dtype or compute_dtype(checkpoint, device)
         self.threads = threads
         self.settings = settings or Settings()
-        self._check(capacity, policy, admission, batch, self.settings)  # before minutes of loading
+        check_cache(self, capacity, policy, admission, batch, self.settings)  # before minutes of loading
         layers = experts_on_disk(checkpoint)
         self.top_k, self.n_experts, self.n_layers = layers[0].top_k, layers[0].n_experts, len(layers)
-        self._check(capacity, policy, admission, batch, self.settings)
+        check_cache(self, capacity, policy, admission, batch, self.settings)
         self.layers = layers if pack is None else packed(layers, checkpoint, pack)
         self.expert_bytes = one_expert_bytes(self.layers)
         self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
@@ -121,8 +125,8 @@ class OffloadedDecoder:
         quicken(self._model)
         absorb(self._model)
         self.disk_names = gate_disk_names(self._model, self.checkpoint)
-        gates = find_gates(self._model)
-        self._gates = {name: p for gate in gates for name, p in gate.parameters.items()}
+        self.gates = find_gates(self._model)
+        self._gates = {name: p for gate in self.gates for name, p in gate.parameters.items()}
         self._base = {name: parameter.detach().clone() for name, parameter in self._gates.items()}
         self._timeline = Timeline(self.device)
         mark_attention(self._model, self._timeline.to)
@@ -139,9 +143,9 @@ class OffloadedDecoder:
         self._strays = Strays(self._tiers, self._pool)
         self._blocks = [
             ExpertBlock(i, layer, gate, layout, self._pool, self._tiers, self._strays, self._timeline)
-            for i, (layer, gate) in enumerate(zip(stock, gates, strict=True))
+            for i, (layer, gate) in enumerate(zip(stock, self.gates, strict=True))
         ]
-        for block, following in zip(self._blocks, self._blocks[1:], strict=False):
+        for block, following in zip(self._blocks, [*self._blocks[1:], self._blocks[0]], strict=True):
             block.next = following
 
     def __enter__(self) -> "OffloadedDecoder":
@@ -164,15 +168,20 @@ class OffloadedDecoder:
         admission: str = "forced",
         batch: int = 1,
         settings: Settings | None = None,
+        reroute: Rule | None = None,
     ) -> None:
         """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
-        differ from those that the decoder was made with. Raises CacheError as the constructor does."""
+        differ from those that the decoder was made with. reroute: bends each new token's choice of experts towards those that
+        are resident, which changes what the model says; prompts stay as they are. Raises CacheError as the constructor does,
+        and UsageError for a rule that the model can't follow."""
         settings = settings or self.settings
         fixed = (self.settings.readers, self.settings.io)
         if (settings.readers, settings.io) != fixed or settings.ram not in (self._asked_ram, self.settings.ram):
             raise ValueError("readers, io and ram are fixed when a decoder is made")
         settings = replace(settings, ram=self.settings.ram)
-        self._check(capacity, policy, admission, batch, settings)
+        check_cache(self, capacity, policy, admission, batch, settings)
+        if reroute is not None:
+            check_rule(reroute, self.top_k, self.n_experts, batch)
         self._kept = False
         self._tiers.settle()
         self.settings = settings
@@ -180,8 +189,11 @@ class OffloadedDecoder:
         self.policy, self.admission, self.batch = policy, admission, batch
         self.staging = self._staging(capacity, admission, batch)
         self._tiers.throttle = settings.throttle
+        config = self._model.config
+        renormalised = FAMILIES[config.model_type].renormalised(config.to_dict())
         for block in self._blocks:
             block.guess = settings.guess
+            block.bend = None if reroute is None else Bend(reroute, renormalised=renormalised)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -200,23 +212,20 @@ class OffloadedDecoder:
             streamed = 2 if past else 0
         return streamed + self.settings.guess
 
-    def apply_gates(self, gates: Mapping[str, torch.Tensor]) -> None:
-        """The base's gates, with these (in-memory name -> tensor) in place of their own; `{}` restores the base.
+    def apply_gates(self, gates: Mapping[str, torch.Tensor], heads: Heads | None = None) -> None:
+        """The base's gates, with these (in-memory name -> tensor) in place of their own, and these heads beside them; `{}`
+        restores the base.
 
-        Values are cast to the dtype in which the family keeps its gates. Raises DeltaError for a name that is no gate
-        of this model, or another shape.
+        Values are cast to the dtype in which the family keeps its gates; heads stay as they are. Raises DeltaError for a
+        name that is no gate of this model, or another shape.
         """
-        for name, tensor in gates.items():
-            if name not in self._base:
-                raise DeltaError(f"{name} is not a gate of {self.checkpoint.id}.", "a delta of this model: remoe runs")
-            if tensor.shape != self._base[name].shape:
-                raise DeltaError(
-                    f"{name} is {list(tensor.shape)}, but {list(self._base[name].shape)} in {self.checkpoint.id}.",
-                    "a delta of this model: remoe runs",
-                )
+        check_gates(self.checkpoint.id, self._base, gates, heads, self.n_layers)
         with torch.no_grad():
             for name, parameter in self._gates.items():
                 parameter.copy_(gates.get(name, self._base[name]))
+        heads = None if heads is None else heads.to(self.device)
+        for block in self._blocks:
+            block.heads = heads
 
     def decode(
         self,
@@ -227,16 +236,17 @@ class OffloadedDecoder:
         future: RoutingTrace | None = None,
         sampling: Sampling | None = None,
         keep_logits: bool = False,
-        keep_probabilities: bool = False,
+        keep_scores: bool = False,
     ) -> Decoded:
         """One request: prefill of the prompt, then n_new - 1 passes of one token.
 
         forced: n_new ids that are fed whatever the model would say. Without them and without `sampling` decoding is greedy; an
         end token is a token like any other. future: a trace of this very request (one request), which oracle policies need.
-        keep_probabilities: the trace holds the router's probabilities; it does so anyway where the policy needs them.
+        keep_scores: the trace holds the probabilities that the routers and their heads gave; it holds those that the policy
+        needs anyway. Raises CacheError where the policy needs heads that `apply_gates` was not given.
         """
         done = self._decode(
-            [prompt_ids], n_new, None if forced is None else [forced], future, sampling, keep_logits, keep_probabilities
+            [prompt_ids], n_new, None if forced is None else [forced], future, sampling, keep_logits, keep_scores
         )
         return Decoded(done.ids[0], *done[1:-1], None if done.logits is None else done.logits[0])
 
@@ -273,10 +283,10 @@ class OffloadedDecoder:
         future: RoutingTrace | None,
         sampling: Sampling | None,
         keep_logits: bool,
-        keep_probabilities: bool,
+        keep_scores: bool,
     ) -> DecodedBatch:
-        self._require_decodable(prompts, n_new, forced)
-        ledger = self._start(future, keep_probabilities)
+        check_prompts(prompts, n_new, forced, self.batch)
+        ledger = self._start(n_new, future, keep_scores)
         choose_ids = chooser(sampling, self.device)
         read_before, busy_before = storage_bytes(), self._tiers.busy_s
         kept: list[torch.Tensor] = []
@@ -289,20 +299,23 @@ class OffloadedDecoder:
             out = self._model(input_ids=ids_BT, use_cache=True, logits_to_keep=1)
             for step in range(n_new):
                 if step:
-                    ledger.loads.append([])
+                    ledger.step = step - 1
                     out = self._model(input_ids=chosen[-1], use_cache=True, **kept_cache(out))
                 logits_BV = out.logits[:, -1]
                 if keep_logits:
                     kept.append(logits_BV.clone())
                 chosen.append(choose_ids(logits_BV) if fed is None else fed[:, step : step + 1])
                 if not step:
-                    ledger.in_prefill = False
                     before = [block.cache_counts() for block in self._blocks]
                     ledger.prefill.storage_bytes, read_before = _since(read_before), storage_bytes()
                     ledger.prefill.busy_s, busy_before = self._tiers.busy_s - busy_before, self._tiers.busy_s
+                if not step or self.n_layers == 1:  # otherwise a layer sees to the next one while it computes itself
+                    self._blocks[-1].refine_next()
                 timeline.token()
         latency, split = timeline.finish()
-        self._tiers.settle()
+        self._tiers.settle(drop=False)  # what was read ahead is paid for, also where nobody asked for it
+        for block in self._blocks:
+            block.land()
         self._strays.sweep()
         ledger.decode.storage_bytes = _since(read_before)
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
@@ -329,45 +342,13 @@ class OffloadedDecoder:
     def _provenance(self, kind: str) -> dict[str, Any]:
         return {"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind}
 
-    def _check(self, capacity: int, policy: str, admission: str, batch: int, settings: Settings) -> None:
-        needs = choose(policy).policy.needs
-        ExpertCache(max(capacity, 1), n_experts=1, admission=admission)
-        if capacity < self.top_k:
-            raise CacheError(
-                f"a cache of {capacity} experts a layer is too small to decode {self.checkpoint.id}: each token runs "
-                f"{self.top_k} experts in each layer, so {self.top_k} or more are needed.",
-                f"remoe eval --cache {self.top_k}",
-            )
-        if "probabilities" in needs and (batch > 1 or settings.warm == "batch"):
-            raise CacheError(
-                f"{policy} reads the routers' probabilities once a token: it takes neither a batch nor prompts through the cache.",
-                "remoe decode demo --cache 8 --policy lru",
-            )
-        if settings.guess > self.top_k:
-            raise UsageError(
-                f"a guess of {settings.guess} experts is more than the {self.top_k} that a token runs.",
-                f"remoe decode {self.checkpoint.id} --cache {capacity} --guess {self.top_k}",
-            )
-
-    def _require_decodable(
-        self, prompts: Sequence[Sequence[int]], n_new: int, forced: Sequence[Sequence[int]] | None
-    ) -> None:
-        lengths = {len(prompt) for prompt in prompts}
-        if not 1 <= len(prompts) <= self.batch or len(lengths) != 1:
-            raise UsageError(
-                f"a batch is 1 to {self.batch} prompts of one length, not {len(prompts)} of {sorted(lengths)} tokens.",
-                "remoe decode --help",
-            )
-        short = forced is not None and (len(forced) != len(prompts) or min(map(len, forced)) < n_new)
-        if not all(lengths) or n_new < 1 or short:
-            raise UsageError(
-                f"cannot decode {n_new} tokens after a prompt of {max(lengths)}"
-                + ("." if forced is None else f" with {min(map(len, forced), default=0)} forced ids."),
-                "remoe eval --help",
-            )
-
-    def _start(self, future: RoutingTrace | None, keep_probabilities: bool) -> Ledger:
-        ledger = Ledger()
+    def _start(self, n_new: int, future: RoutingTrace | None, keep_scores: bool) -> Ledger:
+        ledger = Ledger([[] for _ in range(n_new - 1)])
+        heads = self._blocks[0].heads
+        check_heads(self, heads)
+        there = ("probabilities", *(heads.kinds if heads is not None else ()))
+        wanted = {*choose(self.policy).policy.needs, *(there if keep_scores else ())}
+        scores = [kind for kind in SCORES if kind in wanted]
         self._tiers.settle()
         carried = self._kept and self.settings.warm == "carry"
         if carried:
@@ -384,7 +365,7 @@ class OffloadedDecoder:
                 cache = ExpertCache(
                     self.capacity, self.policy, n_experts=self.n_experts, admission=self.admission, future=accesses
                 )
-            block.start(cache, ledger, through=self.settings.warm == "batch", keep_probabilities=keep_probabilities)
+            block.start(cache, ledger, through=self.settings.warm == "batch", scores=scores)
         return ledger
 
 

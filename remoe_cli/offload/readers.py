@@ -58,6 +58,13 @@ class Readers:
             self._guesses.remove(load)
             return True
 
+    def hasten(self, load: Load) -> None:
+        """A guess that has become a demand, where no thread has begun it."""
+        with self._change:
+            if load.thread is None:
+                self._guesses.remove(load)
+                self._demand.append(load)
+
     def wait(self, load: Load) -> None:
         """Until the load is there. Raises what went wrong with it."""
         while not load.finished:
@@ -69,12 +76,13 @@ class Readers:
         if load.error is not None:
             raise load.error
 
-    def drain(self) -> None:
-        """Until nothing is under way or queued; errors of what nobody waited for are dropped."""
+    def drain(self, *, drop: bool = True) -> None:
+        """Until nothing is under way or queued: what is queued is dropped, or done first. Errors are left to `wait`."""
         with self._change:
-            self._demand.clear()
-            self._guesses.clear()
-            while self._active and any(thread.is_alive() for thread in self._threads):
+            if drop:
+                self._demand.clear()
+                self._guesses.clear()
+            while (self._active or self._demand or self._guesses) and any(t.is_alive() for t in self._threads):
                 self._change.wait(0.5)
 
     def close(self) -> None:

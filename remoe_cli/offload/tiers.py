@@ -78,6 +78,10 @@ class Tiers:
         """Takes back a guess that is not under way; whether it could."""
         return self._readers.withdraw(load)
 
+    def hasten(self, load: Load) -> None:
+        """A guess that is needed now, unless it is under way already."""
+        self._readers.hasten(load)
+
     def wait(self, load: Load) -> None:
         """On a GPU the host waits for the file only, and the compute stream for the copy. Raises what went wrong."""
         self._readers.wait(load)
@@ -90,10 +94,10 @@ class Tiers:
         if load.copied is not None:
             load.copied.synchronize()
 
-    def settle(self) -> None:
-        """Until nothing is under way; what was queued is dropped."""
+    def settle(self, *, drop: bool = True) -> None:
+        """Until nothing is under way, whatever the throttle; what was queued is dropped, or comes first."""
         self._hurry.set()
-        self._readers.drain()
+        self._readers.drain(drop=drop)
         self._hurry.clear()
         self._link_free = 0.0
         if self._cuda:
@@ -198,6 +202,30 @@ class Tiers:
             event.record(self._stream)
         load.copied = event
         return event
+
+
+class Strays:
+    """Loads that nobody wants, still on their way: their slots are free again once they have landed. One for all layers."""
+
+    def __init__(self, tiers: Tiers, pool: SlotPool) -> None:
+        self._tiers, self._pool = tiers, pool
+        self._loads: list[Load] = []
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def add(self, load: Load) -> None:
+        self._loads.append(load)
+
+    def sweep(self, *, wait: bool = False) -> None:
+        """Gives back the slots of those that have landed; with `wait`, of one in any case."""
+        for load in [load for load in self._loads if load.finished] or self._loads[:wait]:
+            self._loads.remove(load)
+            self._tiers.wait(load)
+            self._pool.release(load.slot)
+
+    def clear(self) -> None:
+        self._loads.clear()
 
 
 def host_bytes(layout: Layout, readers: int, device: torch.device) -> int:

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from remoe_cli.cache import Replay, replay
+from remoe_cli.cache import choose, Replay, replay
 from remoe_cli.cache.budgets import equal_memory
+from remoe_cli.cache.policies import lacks
 from remoe_cli.errors import CacheError
 from remoe_cli.report import metrics
 from remoe_cli.routing import RoutingTrace
@@ -18,7 +19,8 @@ Key = tuple[str, int, str, str]  # trace kind, capacity, policy, admission
 def replays(
     traces: Mapping[str, RoutingTrace], capacities: Sequence[int], policies: Sequence[str]
 ) -> dict[Key, Replay]:
-    """traces: by kind. Belady in both admission forms, the others forced, at the same memory: slots and staging."""
+    """traces: by kind. Belady in both admission forms, the others forced where they can be, at the same memory: slots and
+    staging. Without policies that read what a trace lacks, as heads that this arm has not."""
     return {
         (kind, capacity, policy, admission): replay(
             trace, policy, _slots(trace, capacity, admission), admission=admission
@@ -26,8 +28,15 @@ def replays(
         for kind, trace in traces.items()
         for capacity in capacities
         for policy in policies
-        for admission in (("forced", "bypass") if policy == "belady" else ("forced",))
+        if lacks(policy, trace) is None
+        for admission in _admissions(policy)
     }
+
+
+def _admissions(policy: str) -> tuple[str, ...]:
+    if policy == "belady":
+        return "forced", "bypass"
+    return ("forced",) if choose(policy).policy.admits else ("bypass",)
 
 
 def _slots(trace: RoutingTrace, capacity: int, admission: str) -> list[int]:
@@ -63,9 +72,10 @@ def _cell(key: Key, done: Replay, base: Mapping[Key, Replay], expert_bytes: int,
         "misses": done.misses,
         "evictions": done.evictions,
         "proactive": done.proactive,
-        **_misses_change(base[key], None if is_base else done),
+        **_misses_change(base.get(key), None if is_base else done),
         "hit_ratio": done.hit_ratio,
         "hit_ratio_95": metrics.bootstrap(done.request_hits, done.request_accesses, seed=BOOTSTRAP_SEED),
+        "adjusted_hit_ratio": metrics.adjusted_hit_ratio(done.accesses, done.misses, done.proactive),
         "mb_a_token": metrics.load_mb(done.misses, done.proactive, expert_bytes, done.tokens),
         "mb_a_token_95": metrics.bootstrap(
             request_loads * (expert_bytes / 1e6), done.request_tokens, seed=BOOTSTRAP_SEED
@@ -75,8 +85,8 @@ def _cell(key: Key, done: Replay, base: Mapping[Key, Replay], expert_bytes: int,
     }
 
 
-def _misses_change(base: Replay, tuned: Replay | None) -> dict[str, Any]:
-    if tuned is None:
+def _misses_change(base: Replay | None, tuned: Replay | None) -> dict[str, Any]:
+    if base is None or tuned is None:
         return {"misses_change": None, "misses_change_95": None}
     before, after = ((one.request_misses, one.request_tokens) for one in (base, tuned))
     return {

@@ -12,6 +12,7 @@ import numpy as np
 from remoe_cli.cache import Replay
 from remoe_cli.report import locality, metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED, cache_cells, REFERENCES, replays
+from remoe_cli.report.concentration import concentration_figures
 from remoe_cli.report.metrics import TextRows
 from remoe_cli.routing import RoutingTrace
 
@@ -91,6 +92,7 @@ def decode_figures(decoded: Decoded, base: Decoded | None = None) -> dict[str, A
         "steps": trace.n_tokens,
         **_eor(locality.overlap(trace), base and locality.overlap(base.trace)),
         "usage": usage._asdict(),
+        "concentration": concentration_figures(trace),
         "distinct_experts_request": locality.distinct_experts(trace),
         "distinct_experts_64": locality.distinct_experts(trace, 64),
         "parallel_load": {str(ranks): locality.parallel_load(trace, ranks) for ranks in RANKS},

@@ -22,7 +22,9 @@ def fit_notes(
     unused = asked.fit is not None and not any(map(_is_fitted, policies))
     if unused:
         yield f"--fit {asked.fit} is not used: of the policies only static is fitted on another trace."
-    for option in ("budgets",) if unused else ("fit", "budgets"):
+    if asked.tune is not None and not any(map(is_tuned, policies)):
+        yield f"--tune {asked.tune} is not used: no policy here has a grid and came without its parameter."
+    for option in ("budgets", "tune") if unused else ("fit", "budgets", "tune"):
         other = others[option]
         if other is not None and np.array_equal(other.experts, trace.experts):
             yield f"--{option} {getattr(asked, option)} is the very trace that is replayed, so it is fitted in hindsight."
@@ -67,6 +69,11 @@ def read_fitting(option: str, asked: Asked, path: Path, trace: RoutingTrace) -> 
             asked.command(path, **change),
         )
     return other
+
+
+def is_tuned(word: str) -> bool:
+    """Whether --tune chooses its parameter: it has a grid, and none was given."""
+    return ":" not in word and bool(choose(word).policy.grid)
 
 
 def _is_fitted(name: str) -> bool:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from remoe_cli.report.steering import steered_lines
 from remoe_cli.sizes import show_size
 
 
@@ -27,6 +28,7 @@ def table(report: dict[str, Any]) -> tuple[list[str], list[Row]]:
         Row("text", "  greedy: repetition", [number(arm["decode"]["greedy"]["repetition"], 3) for arm in arms]),
         Row("text", "usage entropy, layer mean", [_usage(arm, "entropy_layers") for arm in arms]),
         Row("text", "usage CV, layer mean", [_usage(arm, "cv_layers") for arm in arms]),
+        *_concentration_rows(arms),
         *_spread_rows(report),
     ]
     for capacity in capacities:
@@ -56,6 +58,11 @@ def conditions(report: dict[str, Any]) -> list[str]:
         f"Text: {c['text_tokens']:,} held-out tokens of {c['data']}. Traces: {c['requests']} held-out requests of "
         f"{c['prompt_tokens']} + {c['new_tokens']} tokens{draws}, cold cache each, step-atomic; forced unless greedy is named.",
         "In brackets: 95 % bootstrap intervals of the change, paired over requests (perplexity: over rows of text).",
+        *(
+            steered_lines(report["steering"], report["arms"][-1]["text"]["perplexity_change"])
+            if report.get("steering")
+            else []
+        ),
         *([f"Domains: {'; '.join(map(_domain, report['domains']))}."] if report.get("domains") else []),
         *([measured] if c["measured_requests"] else []),
     ]
@@ -96,6 +103,23 @@ def _text_rows(group: str, arms: list[dict]) -> list[Row]:
     ]
 
 
+def _concentration_rows(arms: list[dict]) -> list[Row]:
+    """Nothing for a report of an older version."""
+    forced = [arm["decode"]["forced"] for arm in arms]
+    if not all("concentration" in one for one in forced):
+        return []
+    found = [one["concentration"] for one in forced]
+    ranks = [one["parallel_load"] for one in forced]
+    return [
+        Row("text", "effective experts", [number(one["effective_experts"], 1) for one in found]),
+        Row("text", "max frequency", [percent(one["max_frequency"]) for one in found]),
+        Row("text", "top-8 mass", [percent(one["top_8_mass"]) for one in found]),
+        Row(
+            "text", "busiest / mean of 2, 4, 8 ranks", [" / ".join(number(n, 2) for n in one.values()) for one in ranks]
+        ),
+    ]
+
+
 def _spread_rows(report: dict[str, Any]) -> list[Row]:
     """The standard deviation over the draws, where there are several."""
     arms, capacities, draws = report["arms"], report["conditions"]["capacities"], report["conditions"]["draws"]
@@ -114,17 +138,18 @@ def _spread_rows(report: dict[str, Any]) -> list[Row]:
 
 def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
     group, rows = f"C = {capacity}", []
-    for policy, admission in _policies(arms[0]):
-        cells = [cell(arm, capacity, policy, admission) for arm in arms]
+    for policy, admission in _policies(arms):
         title = _POLICY_TITLES.get(policy, policy) + ("" if admission == "forced" else " bypass")
         if policy == "lru":
+            cells = [cell(arm, capacity, policy, admission) for arm in arms]
             rows.append(Row(group, f"{title} hit", [number(one["hit_ratio"], 3) for one in cells]))
             rows.append(Row(group, f"{title} misses", [f"{one['misses']:,}" for one in cells]))
             rows.append(Row(group, f"{title} misses, change", _changes(cells, "misses_change")))
             rows.append(Row(group, f"{title} MB a token", [megabytes(one["mb_a_token"]) for one in cells]))
             rows.append(Row(group, f"{title} gap closed", [percent(one["gap_closed"]) for one in cells]))
-        else:
-            rows.append(Row(group, f"{title}: hit, MB, gap", [_brief(one) for one in cells]))
+        else:  # an arm without heads has no cell of a policy that reads them
+            found = [_found(arm, ("forced", policy, admission, capacity)) for arm in arms]
+            rows.append(Row(group, f"{title}: hit, MB, gap", [_brief(one) if one else "n/a" for one in found]))
     measured = [_measured(arm, capacity) for arm in arms]
     if any(measured) and all(one is None or one["skipped"] for one in measured):
         rows.append(Row(group, "measured", [one["skipped"] if one else "n/a" for one in measured]))
@@ -132,24 +157,42 @@ def _cache_rows(arms: list[dict], capacity: int) -> list[Row]:
         with_floor = any(one and one.get("floor") for one in measured)
         for label, show in {**_MEASURED, **(_FLOOR if with_floor else {})}.items():
             rows.append(Row(group, label, [_shown(one, show) for one in measured]))
+    for policy in dict.fromkeys(
+        one.get("policy", "lru") for arm in arms for one in arm["measured"] if not one["skipped"]
+    ):
+        if policy != "lru":
+            label = f"measured {policy}: MB, tpot p50 ms, counts and tokens exact"
+            rows.append(Row(group, label, [_shown(_measured(arm, capacity, policy), _headed) for arm in arms]))
     return rows
 
 
-def _policies(arm: dict) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((row["policy"], row["admission"]) for row in arm["cache"] if row["trace"] == "forced"))
+def _policies(arms: list[dict]) -> list[tuple[str, str]]:
+    cells = (row for arm in arms for row in arm["cache"] if row["trace"] == "forced")
+    return list(dict.fromkeys((row["policy"], row["admission"]) for row in cells))
 
 
 def cell(arm: dict, capacity: int, policy: str = "lru", admission: str = "forced") -> dict:
     """The cell of the forced trace. Raises KeyError when the report has none."""
     wanted = ("forced", policy, admission, capacity)
-    for row in arm["cache"]:
-        if (row["trace"], row["policy"], row["admission"], row["capacity"]) == wanted:
-            return row
-    raise KeyError(wanted)
+    if (found := _found(arm, wanted)) is None:
+        raise KeyError(wanted)
+    return found
 
 
-def _measured(arm: dict, capacity: int) -> dict | None:
-    return next((row for row in arm["measured"] if row["capacity"] == capacity), None)
+def _found(arm: dict, wanted: tuple[str, str, str, int]) -> dict | None:
+    names = ("trace", "policy", "admission", "capacity")
+    return next((row for row in arm["cache"] if tuple(row[name] for name in names) == wanted), None)
+
+
+def _measured(arm: dict, capacity: int, policy: str = "lru") -> dict | None:
+    """A row that was skipped stands for all policies; older versions measured lru and did not say so."""
+    rows = (row for row in arm["measured"] if row["capacity"] == capacity)
+    return next((row for row in rows if row["skipped"] or row.get("policy", "lru") == policy), None)
+
+
+def _headed(one: dict) -> str:
+    counts, exact = _yes(one["counts_match"]), _yes(one["exact"])
+    return f"{megabytes(one['mb_a_token'])}, {_p50('tpot_ms')(one)}, {counts} / {exact}"
 
 
 def _shown(measured: dict | None, show: Callable[[dict], str]) -> str:

@@ -179,12 +179,11 @@ def _header(path: Path) -> tuple[_Header, int]:
 def _sections(header: _Header) -> list[_Section]:
     """In the order of the file, each at the next multiple of ALIGNMENT."""
     T, L, E, K = header.tokens, header.layers, header.experts, header.top_k
-    wide = {"weights": (T, L, K), "probabilities": (T, L, E), "head_scores": (T, L, E)}
     parts: list[tuple[str, str, tuple[int, ...]]] = [
         ("borders", "<i8", (header.requests + 1,)),
         ("prefill", "|u1", (T,)),
         ("experts", "<i2", (T, L, K)),
-        *((name, "<f2", wide[name]) for name, flag in _FLAGS.items() if header.flags & flag),
+        *((name, "<f2", (T, L, K if name == "weights" else E)) for name, flag in _FLAGS.items() if header.flags & flag),
         ("provenance", "|u1", (header.provenance,)),
     ]
     sections, end = [], _HEADER.size
@@ -217,7 +216,7 @@ def _unfit(trace: RoutingTrace) -> str | None:
             # exponent bits all set: infinite or not a number; far quicker than isfinite for float16
             if ((bits & 0x7C00) == 0x7C00).any():
                 return f"{name} holds values that are not finite"
-            if name != "head_scores" and bits.max(initial=0) > 0x8000:  # a sign bit, but for -0
+            if bits.max(initial=0) > 0x8000:  # a sign bit, but for -0
                 return f"{name} holds values below 0"
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 MOST_EXPERTS = np.iinfo(np.int16).max
-FLOATS = ("weights", "probabilities", "head_scores")
+FLOATS = ("weights", "probabilities", "temporal", "spatio")
 _BLOCK = 1 << 12  # tokens that are checked at once: a mapped file is never in memory as a whole
 
 
@@ -28,7 +28,8 @@ class RoutingTrace:
     weights: [T, L, K] float16, the routing weights of `experts`, or None.
     provenance: where it came from, as docs/trace-format.md lists it (model, revision, delta, data, seed, ...).
     probabilities: [T, L, E] float16, the router's probabilities over all routed experts, or None.
-    head_scores: [T, L, E] float16, what a head beside the gate gave each expert, or None.
+    temporal, spatio: [T, L, E] float16, the probabilities that the heads beside layer l's gate gave at token t, or None:
+    temporal those of token t + 1 in layer l, spatio those of layer l + 1 (the last layer's: of token t + 1 in the first).
 
     Raises ValueError for arrays that contradict this. Arrays of another integer or float type are converted; those of the
     types named here are kept as they are, mapped files included.
@@ -41,7 +42,8 @@ class RoutingTrace:
     weights: np.ndarray | None = None
     provenance: dict[str, Any] = field(default_factory=dict)
     probabilities: np.ndarray | None = None
-    head_scores: np.ndarray | None = None
+    temporal: np.ndarray | None = None
+    spatio: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         experts, borders, prefill = np.asarray(self.experts), np.asarray(self.borders), np.asarray(self.prefill)
@@ -59,8 +61,9 @@ class RoutingTrace:
         object.__setattr__(self, "borders", borders.astype(np.int64, copy=False))
         object.__setattr__(self, "prefill", prefill)
         every = (*experts.shape[:2], self.n_experts)
-        for name, shape in (("weights", experts.shape), ("probabilities", every), ("head_scores", every)):
+        for name in FLOATS:
             if getattr(self, name) is not None:
+                shape = experts.shape if name == "weights" else every
                 object.__setattr__(self, name, _floats(name, np.asarray(getattr(self, name)), shape))
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from remoe_cli.errors import DataError, RemoeError
 from remoe_cli.recipe import Data
-from remoe_cli.train.rows import detect, READABLE, Row
+from remoe_cli.train.rows import detect, read, READABLE, Row, Shape
 from remoe_cli.train.source import ANOTHER, draw, Drawn, HELD_OUT_SPLITS, Source
 
 BLOCK = 10_000  # rows of a stream that are in memory at once, to be shuffled
@@ -41,9 +41,8 @@ def load(data: Data, seed: int | None) -> Source:
         fields = ", ".join(first) or "none"
         reason = f"the data set {asked} has no text in its fields ({fields}); remoe reads {READABLE}."
         raise DataError(reason, ANOTHER)
-    held = next((name for name in HELD_OUT_SPLITS if name in splits and splits[name] is not train), None)
-    if held and not set(shape.fields) <= set(_first(splits[held], pinned)):
-        held = None
+    others = [name for name in HELD_OUT_SPLITS if name in splits and splits[name] is not train]
+    held = next((name for name in others if _says_something(_first(splits[name], pinned), shape)), None)
     heldout = splits[held] if held else None
     if data.streaming:
         said = f"streamed, {shape}; shuffled in blocks of {BLOCK:,} rows"
@@ -58,6 +57,14 @@ def load(data: Data, seed: int | None) -> Source:
         notes.append(f"{asked.repo}: the Hub gave no answer, its cached copy is read")
     name = asked._replace(revision=commit[:12] if commit else None)
     return Source(str(name), str(pinned), shape, drawn, notes)
+
+
+def _says_something(row: Any, shape: Shape) -> bool:
+    """A published test split may have come without its answers."""
+    try:
+        return set(shape.fields) <= set(row) and bool(read(row, shape))
+    except ValueError:
+        return False
 
 
 def _stream(train: Any, heldout: Any | None, data: Data, seed: int | None, asked: _Asked) -> Drawn:

@@ -4,13 +4,13 @@ A bf16 gate has steps of 2^-8 of its value; at lr 5e-5 nearly every update is be
 """
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 
 
 class Masters:
-    """In-memory gate parameters of any dtype, and an fp32 (fp64 for fp64 models) master of each, by parameter name."""
+    """In-memory parameters of any dtype, and an fp32 (fp64 for fp64 models) master of each, by parameter name."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: dict[str, Tensor]) -> None:
         self._parameters = parameters
         self.tensors = {
             name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question", "query", "problem", "input")
-ANSWERS = ("completion", "response", "output", "answer", "solution")
+ANSWERS = ("completion", "response", "output", "answer", "solution", "answerKey")
 CONTINUATION = ("prompt", "canonical_solution")  # code and how it goes on: one text, no roles
 TEXTS = ("text", "content")
 QUESTIONS = ("turns", *PROMPTS)
@@ -86,10 +86,10 @@ def read(row: Row, shape: Shape) -> Said:
 
 
 def _pair(row: Row, shape: Shape) -> list[Turn]:
-    (asking, answering), choices = shape.fields, row.get("choices")
-    asked, answer = _text(row.get(asking), asking), row.get(answering)
-    if isinstance(choices, list) and all(isinstance(choice, str) for choice in choices):
-        lettered = [f"{chr(ord('A') + i)}. {choice}" for i, choice in enumerate(choices)]
+    asking, answering = shape.fields
+    asked, answer, choices = _text(row.get(asking), asking), row.get(answering), _choices(row.get("choices"))
+    if choices:
+        lettered = [f"{letter}. {choice}" for letter, choice in choices]
         asked = "\n".join([asked, *lettered])
         if type(answer) is int and 0 <= answer < len(lettered):
             answer = lettered[answer]
@@ -101,6 +101,17 @@ def _pair(row: Row, shape: Shape) -> list[Turn]:
         asked = f"{asked}\n\n{more}"
     system = _text(row.get("system_prompt") or row.get("system"), "system").strip()
     return [*([Turn("system", system)] if system else []), Turn("user", asked), Turn("assistant", answered)]
+
+
+def _choices(value: Any) -> list[tuple[str, str]]:
+    """Letter and text of each; value: texts, or labels and texts side by side. [] where it is neither."""
+    if isinstance(value, Mapping):
+        letters, texts = value.get("label"), value.get("text")
+    else:
+        letters, texts = [chr(ord("A") + i) for i in range(26)], value
+    if not (isinstance(letters, list) and isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
+        return []
+    return list(zip(map(str, letters), texts))
 
 
 def _questions(value: Any, field: str) -> list[Turn]:

@@ -3,7 +3,7 @@
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch import nn, Tensor
+from torch import Tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Teacher:
     """Runs the model as it was before training: only what trains is kept twice, and put in its place for one pass."""
 
-    def __init__(self, model: "PreTrainedModel", trained: dict[str, nn.Parameter]) -> None:
+    def __init__(self, model: "PreTrainedModel", trained: dict[str, Tensor]) -> None:
         self._model, self._trained = model, list(trained.values())
         self._base = [parameter.detach().clone() for parameter in self._trained]
 

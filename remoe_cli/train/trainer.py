@@ -1,4 +1,4 @@
-"""The training loop that changes nothing but gates.
+"""The training loop: it changes what train.scope names, the gates alone unless a recipe says otherwise.
 
 One step sees `accumulation` micro-batches. Every term is divided by its weight over the whole step, so that neither
 micro-batch size nor packing changes the loss. Steps count from 1: a run of S steps with a warm-up of w*S has 1/(w*S)
@@ -23,24 +23,28 @@ from torch.nn import functional as F
 
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import DataError, RemoeError, TrainingError
-from remoe_cli.families import FAMILIES, Gate, RouterTap
+from remoe_cli.families import FAMILIES, Gate, Heads, RouterTap
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives import OBJECTIVES
 from remoe_cli.objectives.remoe import cross_entropy, distillation, log_probabilities, overlap, ramp, Routing, Segments
 from remoe_cli.recipe import Recipe, Train
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
+from remoe_cli.train.scope import Scope
 from remoe_cli.train.state import RANDOM, State
 from remoe_cli.train.teacher import Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ANCHORS = ("ce", "distillation", "trust")  # the terms that hold the model where it is; all others are for locality
+
 
 class StepStats(NamedTuple):
     """One optimiser step, before its update. loss: the weighted sum; terms: unweighted means in nats of the
     objective's terms, cross entropy ("ce") first; eor: teacher-forced over the step's pairs; lr; grad_norm before clipping; tokens without padding;
-    tokens_per_s of this step, data included; elapsed: seconds since the start of training."""
+    tokens_per_s of this step, data included; elapsed: seconds since the start of training; steer: what multiplied the
+    locality terms."""
 
     step: int
     loss: float
@@ -51,6 +55,7 @@ class StepStats(NamedTuple):
     tokens: int
     tokens_per_s: float
     elapsed: float
+    steer: float = 1.0
 
     def row(self) -> dict[str, float]:
         """Flat, as metrics.jsonl has it."""
@@ -61,10 +66,13 @@ class StepStats(NamedTuple):
 @dataclass
 class Trained:
     """What training leaves behind. gates: in-memory parameter name -> master (fp32, CPU); the model holds the same, in
-    its own dtype. step: completed steps, those before a resume included; steps: one a step of this call; interrupted:
-    Ctrl-C ended the run; notes: for the run's summary."""
+    its own dtype. heads: trained ones (fp32, CPU), None without; others: what else training
+    changed, by in-memory name, adapters merged. step: completed steps, those before a resume included; steps: one a step of this call;
+    interrupted: Ctrl-C ended the run; notes: for the run's summary."""
 
     gates: dict[str, Tensor] = field(default_factory=dict)
+    heads: Heads | None = None
+    others: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
     steps: list[StepStats] = field(default_factory=list)
     interrupted: bool = False
@@ -92,19 +100,21 @@ def train(
     on_step: Callable[[StepStats], None] | None = None,
     state: State | None = None,
     save: Callable[[State], None] | None = None,
+    steer: Callable[[int], float] | None = None,
 ) -> Trained:
-    """Tunes the gates of a loaded causal LM in place, on the device and in the dtype where it is.
+    """Tunes a loaded causal LM in place, on the device and in the dtype where it is: what train.scope names.
 
     batches: micro-batches, `accumulation` of them a step, from the state's position on; when they run out early, the
     run ends with a note. on_step is called after each step's update, save every train.save_seconds and when training
-    ends. state: where an earlier call came to; the gates then end as if it had not stopped.
-    The model is left in eval mode, with gradients required of its gates only and its balance loss at 0. Ctrl-C ends
+    ends. state: where an earlier call came to; the gates then end as if it had not stopped. steer: called before each
+    step with its number; its value multiplies the scale of every locality term (all but cross entropy and trust).
+    The model is left in eval mode, with gradients required of what trains only and its balance loss at 0. Ctrl-C ends
     the run after the last completed step. Raises Diverged when a loss or gradient is not finite, Stopped for whatever
     else ends it (out of memory, a full disk), DataError when there is no batch at all.
     """
     settings = recipe.train
     torch.manual_seed(settings.seed)
-    trained = Trained(notes=_prepare(model, gates))
+    trained = Trained(notes=_prepare(model, gates, settings.scope))
     loop = _Loop(model, list(gates), recipe)
     done = loop.begin(state)
     stream = iter(batches)
@@ -116,7 +126,8 @@ def train(
                 micro = list(islice(stream, settings.accumulation))
                 if not micro:
                     break
-                measured = loop.gradients(micro, step)
+                strength = steer(step) if steer else 1.0
+                measured = loop.gradients(micro, step, strength)
                 if not (math.isfinite(measured["loss"]) and math.isfinite(measured["grad_norm"])):
                     proven = {f"master/{name}": tensor for name, tensor in done.part("proven").items()}
                     done = replace(done, step=max(0, done.step - 1), tensors=proven)
@@ -131,7 +142,7 @@ def train(
                 after = loop.state(step, micro[-1].next, now - start, proven=done.part("master"))
                 tokens = int(measured.pop("tokens"))
                 timing: dict[str, Any] = {"tokens_per_s": tokens / (now - began), "elapsed": after.elapsed}
-                trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, **timing, **measured))
+                trained.steps.append(StepStats(step=step, lr=lr, tokens=tokens, steer=strength, **timing, **measured))
                 if on_step:
                     on_step(trained.steps[-1])
                 done = after
@@ -148,8 +159,7 @@ def train(
         _last_save(save, done)
         raise _stopped(error, done.step + 1, trained) from error
     finally:
-        loop.masters.restore(done.part("master"))
-        trained.gates = {name: tensor.cpu() for name, tensor in done.part("master").items()}
+        loop.finish(done, trained)
         trained.step = done.step
         trained.steps = [stats for stats in trained.steps if stats.step <= done.step]
     if not done.step and not trained.interrupted:
@@ -181,16 +191,16 @@ def _stopped(error: Exception, step: int, trained: Trained) -> Stopped:
 
 
 class _Loop:
-    """The state of a run: masters, optimiser, and the frozen base gates that Trust-KL compares with."""
+    """The state of a run: what trains, its masters, optimiser, and the frozen base gates that Trust-KL compares with."""
 
     def __init__(self, model: "PreTrainedModel", gates: list[Gate], recipe: Recipe) -> None:
         self.model, self.gates, self.recipe = model, gates, recipe
         self.objective = OBJECTIVES[recipe.objective.name]
         self.terms = self.objective.terms(recipe.objective)
-        parameters = {name: parameter for gate in gates for name, parameter in gate.parameters.items()}
-        self.masters = Masters(parameters)
-        self.teacher = Teacher(model, parameters) if recipe.objective.target == "base" else None
-        base = self.masters.snapshot()
+        self.scope = Scope(model, gates, recipe)
+        self.masters = Masters(self.scope.parameters)
+        self.teacher = Teacher(model, self.scope.parameters) if recipe.objective.target == "base" else None
+        base = self.scope.trained_gates()
         self.base = [tuple(base[name] for name in gate.names) for gate in gates]
         self.optimiser = _optimiser(list(self.masters.tensors.values()), recipe.train)
 
@@ -216,7 +226,16 @@ class _Loop:
             tensors |= {f"{moment}/{name}": value.detach().clone() for moment, value in moments.items()}
         return State(step, position, elapsed, {**tensors, RANDOM: torch.get_rng_state()})
 
-    def gradients(self, micro: list[Batch], step: int) -> dict[str, Any]:
+    def finish(self, done: State, trained: Trained) -> None:
+        """Leaves the model, and what is reported of it, as they were after the last completed step."""
+        masters = done.part("master")
+        self.masters.restore(masters)
+        masters = {name: tensor.cpu() for name, tensor in masters.items()}
+        trained.gates = {name: masters.get(name, gate.cpu()) for name, gate in self.scope.trained_gates().items()}
+        trained.heads = self.scope.trained_heads(masters)
+        trained.others = self.scope.trained_others(masters)
+
+    def gradients(self, micro: list[Batch], step: int, steer: float = 1.0) -> dict[str, Any]:
         """Leaves the step's gradient in the masters; returns its loss, unweighted terms, eor, grad_norm and tokens."""
         self.masters.clear()
         segments = [Segments.of(batch.document_BT) for batch in micro]  # on the CPU: they decide shapes and weights
@@ -228,6 +247,7 @@ class _Loop:
         held = {"ce": 1.0} if self.teacher is None else {"ce": 0.0, "distillation": 1.0}
         weights["distillation"] = weights["ce"]
         scales = {**held, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
+        scales = {name: scale if name in ANCHORS else steer * scale for name, scale in scales.items()}
         measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
         for batch, part in zip(micro, segments, strict=True):
             measured += self._backward(batch, part, weights, scales)
@@ -243,7 +263,7 @@ class _Loop:
         settings = self.recipe.train
         rise = ramp(step, settings.steps, settings.lr_warmup)
         fall = ramp(settings.steps + 1 - step, settings.steps, settings.lr_decay)
-        lr = settings.lr * min(rise, fall)
+        lr = settings.lr * min(rise, fall, _cosine(step, settings))
         for group in self.optimiser.param_groups:
             group["lr"] = lr
         self.optimiser.step()
@@ -261,9 +281,10 @@ class _Loop:
         segments = segments.to(self.model.device)
         learned_BT = None if batch.learned_BT is None else batch.learned_BT.to(self.model.device)
         base_BTV = self.teacher.logits(inputs) if self.teacher else None
-        with RouterTap(self.gates) as tap:
+        with RouterTap(self.gates) as tap, torch.set_grad_enabled(self.scope.moves_model):
             logits_BTV = self.model(**inputs).logits
-            routing = self._routing(tap.take())
+            routed = tap.take()
+        routing = self._routing(routed)
         loss = logits_BTV.new_zeros((), dtype=torch.promote_types(logits_BTV.dtype, torch.float32))
         shares = []
         for name, scale in scales.items():
@@ -277,7 +298,8 @@ class _Loop:
                 value = value / (weights[name] or 1.0)  # nothing to average: the sum is 0 too
             loss = loss + scale * value if scale else loss
             shares.append(value.detach().double())
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
         self.masters.accumulate()
         shares.append(overlap(routing.choice_LNK, segments).double() / (weights["lag"] or 1.0))
         return torch.stack(shares)
@@ -289,16 +311,17 @@ class _Loop:
                 log_probabilities(F.linear(layer.hidden_ND.to(base[0].dtype), *base))
                 for layer, base in zip(routed, self.base, strict=True)
             ]
-        return Routing(logp_LNE, torch.stack(references), torch.stack([layer.choice_NK for layer in routed]))
+        choices, heads = torch.stack([layer.choice_NK for layer in routed]), self.scope.heads
+        foreseen = {
+            f"{kind}_LNE": torch.stack([heads.probabilities(kind, i, one.hidden_ND) for i, one in enumerate(routed)])
+            for kind in heads.kinds
+        }
+        return Routing(logp_LNE, torch.stack(references), choices, **foreseen)
 
 
-def _prepare(model: "PreTrainedModel", gates: Sequence[Gate]) -> list[str]:
-    """Freezes all but the gates, switches off what acts only in training; returns notes for the run's summary."""
+def _prepare(model: "PreTrainedModel", gates: Sequence[Gate], scope: str) -> list[str]:
+    """Switches off what acts only in training; returns notes for the run's summary."""
     model.eval()
-    model.requires_grad_(False)
-    for gate in gates:
-        for parameter in gate.parameters.values():
-            parameter.requires_grad_(True)
     notes = []
     config = model.config
     if getattr(config, "router_aux_loss_coef", 0):
@@ -308,7 +331,7 @@ def _prepare(model: "PreTrainedModel", gates: Sequence[Gate]) -> list[str]:
             holder.router_aux_loss_coef = 0.0
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    if gates[0].top_k == 1 and FAMILIES[config.model_type].renormalised(config.to_dict()):
+    if scope == "gates" and gates[0].top_k == 1 and FAMILIES[config.model_type].renormalised(config.to_dict()):
         notes.append("top_k is 1 and its weight is renormalised to 1: cross entropy gives the gates no gradient")
     _use_grouped_mm(model)
     return notes
@@ -325,6 +348,14 @@ def _optimiser(masters: list[Tensor], settings: Train) -> torch.optim.AdamW:
     for master in masters:
         master.requires_grad_(True)
     return torch.optim.AdamW(masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay)
+
+
+def _cosine(step: int, settings: Train) -> float:
+    """Half a cosine from 1 at the last warm-up step to nearly 0 at the run's last; 1 for a constant schedule."""
+    if settings.schedule == "constant":
+        return 1.0
+    warmup = settings.lr_warmup * settings.steps
+    return 0.5 + 0.5 * math.cos(math.pi * max(0.0, step - warmup) / (settings.steps + 1 - warmup))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from remoe_cli.cache.policies import (
     decayed_weight,
     fifo,
     gate,
+    gate_ahead,
     hindsight,
     least_stale,
     lfru,
@@ -22,7 +23,11 @@ from remoe_cli.cache.policies import (
     random,
     retention,
     s3fifo,
+    spatio,
+    spatio_temporal,
     static,
+    temporal,
+    temporal_decayed,
 )
 from remoe_cli.cache.policy import Policy
 from remoe_cli.errors import CacheError
@@ -49,44 +54,64 @@ POLICIES: dict[str, Policy] = {
     "decayed_weight": decayed_weight.POLICY,
     "decayed": decayed.POLICY,
     "retention": retention.POLICY,
+    "temporal": temporal.POLICY,
+    "temporal_decayed": temporal_decayed.POLICY,
+    "gate_ahead": gate_ahead.POLICY,
+    "spatio_temporal": spatio_temporal.POLICY,
+    "spatio": spatio.POLICY,
     "hindsight": hindsight.POLICY,
     "belady": belady.POLICY,
 }
 
 
 class Chosen(NamedTuple):
-    """A policy as it was asked for: NAME or NAME:PARAMETER. parameter: the given one, else the policy's default, else 0."""
+    """A policy as it was asked for: NAME, NAME:PARAMETER or NAME:PARAMETER:SECOND. parameter, second: the given ones, else
+    the policy's defaults, else 0."""
 
     name: str
     policy: Policy
     parameter: float
+    second: float = 0.0
 
     @property
     def constants(self) -> list[float]:
-        return self.policy.table(self.parameter)
+        return self.policy.table(*[self.parameter, self.second][: 1 if self.policy.second is None else 2])
+
+    @property
+    def word(self) -> str:
+        """With its parameters, as `choose` takes it."""
+        asked = [self.policy.parameter, self.policy.second]
+        given = [repr(one) for one, has in zip((self.parameter, self.second), asked) if has is not None]
+        return ":".join([self.name, *given])
 
 
 def choose(asked: str) -> Chosen:
     """Raises CacheError for an unknown name or a parameter that the policy does not take."""
-    name, colon, text = asked.partition(":")
+    name, *texts = asked.split(":")
     if name not in POLICIES:
         near = nearest(name)
         guess = f" (did you mean {near}?)" if near else ""
         raise CacheError(f"no cache policy {name!r}{guess}; there are {', '.join(POLICIES)}.", HINT)
     policy = POLICIES[name]
-    if not colon:
-        return Chosen(name, policy, policy.parameter or 0.0)
-    if policy.parameter is None:
-        raise CacheError(f"policy {name} takes no parameter, so {asked!r} means nothing.", f"{TRY} {name}")
-    low, high = policy.allowed
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high or (policy.whole and value != int(value)):
-        kind = "whole number" if policy.whole else "number"
-        raise CacheError(f"policy {name} takes a {kind} from {low:g} to {high:g}, not {text!r}.", f"{TRY} {name}")
-    return Chosen(name, policy, value)
+    ranges = [(*policy.allowed, policy.whole)] * (policy.parameter is not None)
+    ranges += [(*policy.second_allowed, False)] * (policy.second is not None)
+    if len(texts) > len(ranges):
+        takes = ("no parameter", "one parameter", "two parameters")[len(ranges)]
+        raise CacheError(f"policy {name} takes {takes}, so {asked!r} means nothing.", f"{TRY} {name}")
+    values = [policy.parameter or 0.0, policy.second or 0.0]
+    for place, (text, (low, high, whole)) in enumerate(zip(texts, ranges)):
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high or (whole and value != int(value)):
+            kind = "whole number" if whole else "number"
+            which = " as its second parameter" if place else ""
+            raise CacheError(
+                f"policy {name} takes a {kind} from {low:g} to {high:g}{which}, not {text!r}.", f"{TRY} {name}"
+            )
+        values[place] = value
+    return Chosen(name, policy, *values)
 
 
 def nearest(name: str) -> str | None:
@@ -110,6 +135,11 @@ def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> s
     foreign = _FOREIGN if trace.provenance.get("kind") == "imported" else ""
     if "weights" in needs and trace.weights is None:
         return f"the trace has no routing weights; remoe trace records them{foreign}"
+    for kind in ("temporal", "spatio"):
+        if kind in needs and getattr(trace, kind) is None:
+            return (
+                f"the trace has no scores of a {kind} head; remoe trace records those of a delta that has one{foreign}"
+            )
     if "probabilities" in needs and trace.probabilities is None:
         return f"the trace has no router probabilities; remoe trace --probabilities records them{foreign}"
     if "fit" in needs and "future" not in needs and fit is None:

@@ -29,5 +29,6 @@ POLICY = Policy(
     needs=("probabilities",),
     parameter=0.8,
     allowed=(0.0, 1.0),
+    grid=(0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
     source="a probe of ours, docs/policies.md",
 )

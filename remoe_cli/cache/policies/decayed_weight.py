@@ -38,5 +38,6 @@ POLICY = Policy(
     needs=("weights",),
     parameter=0.9,
     allowed=(0.0, 1.0),
+    grid=(0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
     source="decayed gate weights, a probe of ours, docs/policies.md",
 )

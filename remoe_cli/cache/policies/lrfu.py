@@ -36,5 +36,6 @@ POLICY = Policy(
     table=table,
     parameter=0.5,
     allowed=(0.0, 1.0),
+    grid=(0.01, 0.05, 0.1, 0.2, 0.5),
     source="Lee et al. 2001, IEEE Trans. Computers 50(12), LRFU; rate .5 as CacheRouter (arXiv 2609.04895)",
 )

@@ -46,7 +46,7 @@ def card(
 # Cacheable router gates for {delta.base}
 
 A router delta: the gates of {layers} MoE layers ({size:.2f} MB), tuned with the `{recipe.name}` recipe so that neighbouring
-tokens use the same experts more often. Everything else in the model is unchanged. When only some experts fit in fast
+tokens use the same experts more often. {_extent(delta, recipe)} When only some experts fit in fast
 memory, fewer of them have to be loaded for each token.
 
 Base: `{pinned}` ({delta.model_type}). {100 * delta.changed:.1f} % of the gate elements differ from the base after the cast to its dtype.
@@ -83,6 +83,16 @@ The delta is refused on any other base or revision: `remoe.json` holds the sha25
 
 Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`{", all figures in `report.json`" if report is not None else ""}.
 """
+
+
+def _extent(delta: "Delta", recipe: Recipe) -> str:
+    """What the delta leaves as it is, and what it has besides gates."""
+    unchanged = {
+        "gates+lora": "Of the rest of the model, the attention projections are changed too.",
+        "full": "The rest of the model is changed too.",
+    }.get(recipe.train.scope, "Everything else in the model is unchanged.")
+    heads = " `heads.safetensors` holds heads that cache policies read; they decide nothing about what executes."
+    return unchanged + (heads if delta.heads else "")
 
 
 def _licence(licence: Mapping[str, str], base: str) -> str:

@@ -21,6 +21,8 @@ def summary(done: dict[str, Any]) -> str:
     lines = [*_texts(row["texts"]), "", _cache(row, done["requested"]["cache"]), _loads(row, conditions)]
     if others := _others(done):
         lines.append(f"with {', '.join(others)}")
+    if row["perplexity"] is not None:
+        lines.append(f"perplexity {number(row['perplexity'], 3)} of the texts' own tokens")
     if row["split_ms"] is not None:
         lines.append(f"a step: {_split(row)}; limited by {row['limit']['by']}")
     lines.append(
@@ -35,8 +37,10 @@ def summary(done: dict[str, Any]) -> str:
 def sweep(done: dict[str, Any]) -> str:
     """One row a combination; settings that do not vary stand below."""
     rows, conditions = done["rows"], done["conditions"]
-    varied = {name: show for name, show in _SETTINGS.items() if len({row[_KEYS[name]] for row in rows}) > 1}
-    columns = {**varied, **_FIGURES, **({"of floor": _of_floor} if rows[0]["floor"] is not None else {})}
+    varied = {name: show for name, show in {**_SETTINGS, **_RUNS}.items() if len({row[_key(name)] for row in rows}) > 1}
+    left_out = {name for name, key in _WHERE.items() if not any(row.get(key) for row in rows)}
+    figures = {name: show for name, show in _FIGURES.items() if name not in left_out}
+    columns = {**varied, **figures, **({"of floor": _of_floor} if rows[0]["floor"] is not None else {})}
     view = Table(box=None, pad_edge=False, show_edge=False)
     for name in columns:
         view.add_column(name, justify="right", no_wrap=True)
@@ -47,11 +51,13 @@ def sweep(done: dict[str, Any]) -> str:
     fixed = [f"{name} {show(rows[0])}" for name, show in _SETTINGS.items() if name not in varied]
     prompts = conditions["prompt_tokens"]
     lengths = f"{min(prompts)}" if min(prompts) == max(prompts) else f"{min(prompts)} to {max(prompts)}"
-    about = [*([", ".join(fixed)] if fixed else []), f"{rows[0]['policy']}, {rows[0]['admission']}"]
+    others = [words for words in _others(done) if "reroute" not in varied or not words.startswith("--reroute")]
+    alike = [rows[0][name] for name in ("policy", "admission") if name not in varied]
+    about = [", ".join(part) for part in (fixed, alike) if part]
     for line in (
         "",
         f"{'; '.join(about)}; {len(prompts)} prompt{'s' * (len(prompts) != 1)} of {lengths} tokens.",
-        *([f"With {', '.join(others)}."] if (others := _others(done)) else []),
+        *([f"With {', '.join(others)}."] if others else []),
         f"On {machine(conditions)}; io {_io(conditions)}. Times in ms; itl is the time of one step, all rows of a batch.",
     ):
         out.print(line, markup=False)
@@ -75,6 +81,7 @@ def _others(done: dict[str, Any]) -> list[str]:
         *([f"--guess {row['guess']}"] if row["guess"] else []),
         *([f"--warm {row['warm']}"] if row["warm"] != "cold" else []),
         *([f"--readers {row['readers']}"] if row["readers"] != 2 else []),
+        *([f"--reroute {row['reroute']}"] if row["reroute"] else []),
         *([f"--pack {asked['pack']}"] if asked["pack"] else []),
         *([f"tokens drawn ({drawn})"] if drawn else []),
     ]
@@ -88,9 +95,12 @@ def _cache(row: Row, asked: str) -> str:
     most = max(map(int, asked.split(",")))
     slots = f"C = {row['capacity']}" + (f" (all there are; {most} asked for)" if most > row["capacity"] else "")
     together = f", {row['batch']} together" if row["batch"] > 1 else ""
-    hit = number(row["hit_ratio"], 3)
+    hit, ahead = number(row["hit_ratio"], 3), f", {row['rerouted']:,} rerouted" if row["rerouted"] else ""
+    if row["proactive"]:
+        hit += f" ({number(row['adjusted_hit_ratio'], 3)} adjusted)"
+        ahead = f", {row['proactive']:,} loaded ahead{ahead}"
     return (
-        f"{slots}, {row['policy']}, {row['admission']}{together}: hit {hit}, {row['misses']:,} misses, "
+        f"{slots}, {row['policy']}, {row['admission']}{together}: hit {hit}, {row['misses']:,} misses{ahead}, "
         f"{megabytes(row['mb_a_token'])} MB a token"
     )
 
@@ -134,6 +144,10 @@ def _of_floor(row: Row) -> str:
     return percent(row["floor"]["share"])
 
 
+def _key(name: str) -> str:
+    return _KEYS.get(name, name)
+
+
 _KEYS = {"throttle": "throttle", "batch": "batch", "tokens": "new_tokens", "C": "capacity"}
 _SETTINGS: dict[str, Callable[[Row], str]] = {
     "throttle": lambda row: "none" if row["throttle"] is None else rate(row["throttle"]),
@@ -141,9 +155,29 @@ _SETTINGS: dict[str, Callable[[Row], str]] = {
     "tokens": lambda row: str(row["new_tokens"]),
     "C": lambda row: str(row["capacity"]),
 }
+
+
+def _word(name: str) -> Callable[[Row], str]:
+    return lambda row: str(row[name] or "")
+
+
+# what else may vary, where a row stands beside another
+_RUNS = {name: _word(name) for name in ("gates", "policy", "admission", "reroute")}
+# columns that are shown where some row has something under this key
+_WHERE = {
+    "adjusted": "proactive", "D": "proactive", "P": "proactive", "rerouted": "rerouted", "perplexity": "perplexity",
+    "of base": "bytes_of_base", "change": "perplexity_change",
+}  # fmt: skip
 _FIGURES: dict[str, Callable[[Row], str]] = {
     "MB a token": lambda row: megabytes(row["mb_a_token"]),
+    "of base": lambda row: percent(row.get("bytes_of_base", 1)),
+    "perplexity": lambda row: number(row["perplexity"], 3),
+    "change": lambda row: f"{100 * row['perplexity_change']:+.2f} %" if "perplexity_change" in row else "",
+    "rerouted": lambda row: f"{row['rerouted']:,}",
     "hit": lambda row: percent(row["hit_ratio"]),
+    "adjusted": lambda row: percent(row["adjusted_hit_ratio"]),
+    "D": lambda row: f"{row['misses'] - row['guessed']:,}",
+    "P": lambda row: f"{row['proactive'] + row['guesses']:,}",
     "ttft": _time("ttft_ms", "p50", 1),
     "tpot": _time("tpot_ms", "p50"),
     "itl p50": _time("itl_ms", "p50"),

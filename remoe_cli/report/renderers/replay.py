@@ -115,6 +115,7 @@ def _footnotes(result: dict[str, Any], several: bool) -> Iterator[str]:
                 *([pool] if pool else []),
                 *([f"{rules['sessions']} sessions take turns"] if rules["sessions"] > 1 else []),
                 *([f"slots of each layer fitted on {rules['budgets']}"] if rules["budgets"] else []),
+                *([f"parameters tuned on {rules['tune']}"] if rules["tune"] else []),
                 *([f"static fitted on {rules['fit']}"] if fitted else []),
             ]
         )

@@ -1,0 +1,134 @@
+"""Steering a run by quality: one half of the held-out texts is measured during the run and says how far locality may go;
+all figures are made on the other half. The control law is train/steer.py's."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from remoe_cli import atomic
+from remoe_cli import run as runs
+from remoe_cli.errors import DataError
+from remoe_cli.families import Gate
+from remoe_cli.measure.text import measure_rows
+from remoe_cli.objectives import OBJECTIVES
+from remoe_cli.recipe import limit_of, Recipe, Train
+from remoe_cli.run import Run
+from remoe_cli.train.data import Documents
+from remoe_cli.train.steer import interval, next_factor, Point, START
+
+_SAME = ("gates_sha256", "data", "data_sha256")  # in run.json
+
+
+def halves(documents: Documents) -> tuple[list[list[int]], Documents]:
+    """The held-out texts that steer (every second one, from the first on), and the documents with the others held out.
+    Raises DataError when there is one text only."""
+    if len(documents.heldout) < 2:
+        raise DataError(
+            "train.max_ppl needs two held-out texts, one to steer by and one to report on; there is one.",
+            "the same command with --data of more texts, or without --max-ppl",
+        )
+    rest = replace(documents, heldout=documents.heldout[1::2], domains=documents.domains[1::2])
+    return documents.heldout[::2], rest
+
+
+def reported(documents: Documents, recipe: Recipe) -> Documents:
+    """What figures are made on: of a steered run without the texts that it was steered by."""
+    return documents if limit_of(recipe.train.max_ppl) is None else halves(documents)[1]
+
+
+class Steering:
+    """`train(..., steer=steering)` after `begin`. Each point is appended to the run's steering.jsonl as it is made, so that
+    a resumed run goes on from those of the steps that it keeps; the factor depends on nothing else."""
+
+    def __init__(
+        self, run: Run, recipe: Recipe, model: torch.nn.Module, gates: list[Gate], texts: list[list[int]]
+    ) -> None:
+        """While the model holds the base's gates, which are measured once and noted in run.json."""
+        limit = limit_of(recipe.train.max_ppl)
+        assert limit is not None
+        self._limit, self._file, self._recipe = limit, run.steering, recipe
+        self._model, self._gates, self._texts = model, gates, texts
+        self.points: list[Point] = []
+        if "steering" not in run.facts:
+            run.note(steering={"limit": limit, "texts": len(texts), "base_loss": self._loss()})
+        self._base = run.facts["steering"]["base_loss"]
+
+    def begin(self, done: int) -> None:
+        """done: steps that were completed before."""
+        self.points = [one for one in read_path(self._file) if one.step <= done and one.steer is not None]
+        atomic.write(self._file, "".join(map(_line, self.points)))
+
+    def __call__(self, step: int) -> float:
+        """The factor for this step, before which `step` - 1 are completed."""
+        done, settings = step - 1, self._recipe.train
+        last = self.points[-1] if self.points else None
+        if last is None or (done % interval(settings.steps) == 0 and last.step < done):
+            change = self.change() if done else 0.0
+            last = Point(done, change, next_factor(self.points, change, self._limit))
+            self._append(last)
+        return START if last.steer is None else last.steer
+
+    def finish(self, step: int) -> float:
+        """The change at the run's end, by what the model now holds."""
+        change = self.change()
+        self._append(Point(step, change, None))
+        return change
+
+    def change(self) -> float:
+        """Of the steering texts' perplexity, against the base's."""
+        return math.expm1(self._loss() - self._base)
+
+    def _loss(self) -> float:
+        train = self._recipe.train
+        rows = self._recipe.evaluate.rows
+        found = measure_rows(self._model, self._gates, self._texts, train.sequence, rows, batch=train.micro_batch)
+        return found.measures().loss
+
+    def _append(self, point: Point) -> None:
+        self.points.append(point)
+        with open(self._file, "a") as stream:
+            stream.write(_line(point))
+
+
+def ce_only_beside(run: Run) -> Run | None:
+    """The latest finished run under runs/ that differs from this one by having cross entropy alone: same base, texts and
+    training. None where there is none."""
+    return next((one for one in reversed(runs.every()) if _is_control(one, run)), None)
+
+
+def _is_control(one: Run, run: Run) -> bool:
+    facts, others = one.facts, run.facts
+    if one.status != "finished" or any(facts.get(key) != others.get(key) for key in _SAME) or not one.has_delta:
+        return False
+    recipe, other = one.recipe, run.recipe
+    factors = OBJECTIVES[recipe.objective.name].scales(recipe.objective, recipe.train.steps, recipe.train.steps)
+    return not any(factors.values()) and _same_training(recipe) == _same_training(other) and recipe.data == other.data
+
+
+def _same_training(recipe: Recipe) -> Train:
+    return replace(recipe.train, max_ppl="off", save_seconds=0.0, checkpointing=False)
+
+
+def told(run: Run) -> dict[str, Any] | None:
+    """For report.json: what run.json says of the steering, and its path; None for a run without a limit."""
+    found = run.facts.get("steering")
+    return found and {**found, "path": [point._asdict() for point in read_path(run.steering)]}
+
+
+def read_path(file: Path) -> list[Point]:
+    """The points of steering.jsonl, without a last line that a kill cut off; none where there is no such file."""
+    found: list[Point] = []
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        try:
+            found.append(Point(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return found
+
+
+def _line(point: Point) -> str:
+    return json.dumps(point._asdict()) + "\n"

@@ -1,0 +1,24 @@
+"""Spatio-temporal coverage: the temporal score of the token before, plus the spatio head of the layer before.
+Without heads the score is P of the token before alone."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from remoe_cli.objectives.coverage import from_layer_before, from_token_before, over_pairs, scales, terms_of, weights
+from remoe_cli.objectives.remoe import Routing, Segments
+from remoe_cli.recipe import Objective
+
+__all__ = ["coverage", "scales", "terms", "weights"]
+
+
+def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
+    """Sum over t >= 2 of what the best by P_{t-1} + temporal_{t-1} + spatio of the layer before miss of P_t."""
+    scores_LME = from_token_before(routing)
+    if routing.spatio_LNE is not None:
+        scores_LME = scores_LME + from_layer_before(routing)
+    return over_pairs(scores_LME, routing, segments, settings)
+
+
+def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
+    return terms_of(coverage, settings)

@@ -1,0 +1,21 @@
+"""Temporal coverage: what the gate asks for at the next token should be among the best by P + temporal head at this one.
+Without the head the score is P alone."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from remoe_cli.objectives.coverage import from_token_before, over_pairs, scales, terms_of, weights
+from remoe_cli.objectives.remoe import Routing, Segments
+from remoe_cli.recipe import Objective
+
+__all__ = ["coverage", "scales", "terms", "weights"]
+
+
+def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
+    """Sum over t >= 2 of what the best by P_{t-1} + temporal_{t-1} miss of P_t."""
+    return over_pairs(from_token_before(routing), routing, segments, settings)
+
+
+def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
+    return terms_of(coverage, settings)
