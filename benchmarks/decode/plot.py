@@ -95,11 +95,11 @@ def _peers(axes: Axes, part: dict[str, Any]) -> None:
             axes.text(x, 1.08 * (y + more), f"{y:.0f}", ha="center", va="bottom", fontsize=8)
     axes.set_yscale("log")
     limits = {str(row["C"]): row["limit GB"] for row in part["rows"]}
-    axes.set_xticks(range(len(sizes)), [f"{limits[size]} GB (C = {size})" for size in sizes])
+    axes.set_xticks(range(len(sizes)), [f"{limits[size]} GB\nC = {size}" for size in sizes])
     axes.set_ylabel("ms a token, p50")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.1)  # room for the numbers
-    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     axes.set_title("Equal memory (least and greatest round)", fontsize=10)
 
 
