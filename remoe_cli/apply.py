@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from remoe_cli import atomic
 from remoe_cli import run as runs
-from remoe_cli.delta import BESIDE, Delta, FACTS, GATES, gates_for, is_delta, patched_copy, put
+from remoe_cli.delta import BESIDE, Delta, FACTS, GATES, is_delta, patched_copy, put
 from remoe_cli.errors import DeltaError, UsageError
 from remoe_cli.hub.resolve import fetch_repository, resolve
 
@@ -49,7 +49,7 @@ def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     from remoe_cli.families import family_of
-    from remoe_cli.families.loader import disk_names, quiet
+    from remoe_cli.families.loader import in_memory, quiet
 
     found = find_delta(delta)
     checkpoint = resolve(base)
@@ -58,5 +58,5 @@ def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":
     with quiet():
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, **{"dtype": "auto", **kwargs})
     if not already:
-        put(model, gates_for(disk_names(model, checkpoint), found))
+        put(model, in_memory(model, checkpoint, found.tensors))
     return model.eval()

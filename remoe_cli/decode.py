@@ -17,7 +17,7 @@ from remoe_cli.cache.reroute import Rule
 from remoe_cli.console import note, progress
 from remoe_cli.delta import gates_for, heads_for
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
-from remoe_cli.errors import CacheError, DataError, instead, UsageError
+from remoe_cli.errors import CacheError, command, DataError, DeltaError, instead, UsageError
 from remoe_cli.families import family_of, Heads
 from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
@@ -81,6 +81,13 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     change = find_delta(asked.delta) if asked.delta is not None else None
     check_heads(asked.policy, {name.rpartition(".")[2] for name in change.heads} if change is not None else (), again)
     checkpoint = resolve(found)
+    applied = change is not None and change.is_applied(checkpoint)
+    if change is not None and applied and asked.beside_base:
+        base = change.base + (f"@{change.commit}" if change.commit else "")
+        raise UsageError(
+            f"{model} holds the tuned gates already, so --beside-base has no base to show.",
+            f"{again(beside_base=False)}, and beside it {asked.command(base, delta=None, beside_base=False)}",
+        )
     layer = experts_on_disk(checkpoint)[0]
     rule = rule_of(asked.reroute, layer.top_k, layer.n_experts, again)
     tokenizer = load_tokenizer(checkpoint)
@@ -95,7 +102,9 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     with decoder:
         tuned: Change = {}, None
         if change is not None:
-            gates = {} if change.is_applied(checkpoint) else gates_for(decoder.disk_names, change)
+            first = command("apply", asked.delta, model, out="DIR")
+            with instead(f"{first}, then {asked.command('DIR', beside_base=False)}", DeltaError):
+                gates = {} if applied else gates_for(decoder.disk_names, change)
             tuned = gates, heads_for(change, decoder.disk_names, decoder.gates)
         notes = [*prompts.notes, *_taken(decoder, plan)]
         for sentence in notes:
@@ -256,7 +265,9 @@ def _prompts(
         texts, source, wanted = repeat((1, found)), "one prompt", together
     else:
         recipe = default_recipe(model, checkpoint.model_type)
-        texts, source = load_in_order(asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"))
+        texts, source = load_in_order(
+            asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"), asked.delta
+        )
         wanted = asked.requests or max(recipe.evaluate.measured, together)
         if wanted < together:
             raise UsageError(

@@ -13,14 +13,14 @@ import torch
 from remoe_cli import atomic
 from remoe_cli import run as runs
 from remoe_cli.console import note, progress
-from remoe_cli.delta import Delta, gates_for, heads_on_disk, put
+from remoe_cli.delta import Delta, heads_on_disk, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.errors import DataError, RunError, UsageError
+from remoe_cli.errors import DataError, RemoeError, RunError, UsageError
 from remoe_cli.families import family_of, find_gates, Gate
-from remoe_cli.families.loader import compute_dtype, disk_names, gate_disk_names, load_resident, on_disk
+from remoe_cli.families.loader import compute_dtype, gate_disk_names, in_memory, load_resident, on_disk
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.sample import measure_heldout, Sample
-from remoe_cli.measure.steering import ce_only_beside, halves, Steering
+from remoe_cli.measure.steering import ce_only_beside, check_control, control_command, halves, Steering
 from remoe_cli.recipe import is_own, limit_of, prompts_of, Recipe
 from remoe_cli.report import plots
 from remoe_cli.report.metrics import TextMeasures
@@ -109,8 +109,11 @@ def finetune(
             }  # fmt: skip
             _check_resumed(run, facts)
             run.note(**facts)
+            if control is not None:
+                check_control(control, run)
             _introduce(job)
-            before = _measured_before(run) or _measure("base", job)
+            known = run.facts.get("before")
+            before = TextMeasures(**known) if known else _measure("base", job)
             run.note(before=before._asdict())
             steering = Steering(run, settings, loaded, gates, steering_texts) if steering_texts else None
             texts: Iterable[Document] = documents.train
@@ -167,9 +170,11 @@ def _train_and_save(
         put(job.model, {name: tensor.to(stored) for name, tensor in trained.others.items()})
         put(job.model, {name: delta.tensors[disk] for name, disk in job.disk_names.items()})
         after = _measure("tuned", job)
-        run.note(after=after._asdict(), **(_steered(job, steering, before, trained.step, control) if steering else {}))
+        run.note(after=after._asdict(), **(_steered(job, steering, trained.step) if steering else {}))
         run.note(status="finished")
         run.drop_states()
+        if steering:
+            _tell_apart(job, steering, before, control)
     return Finetuned(run, delta, before, after, trained.step, trained.interrupted)
 
 
@@ -197,11 +202,6 @@ def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> tuple[Docum
             )
     Sample.of(documents.heldout, settings, draws=1)  # eval will want it
     return documents, steering_texts
-
-
-def _measured_before(run: Run) -> TextMeasures | None:
-    before = run.facts.get("before")
-    return TextMeasures(**before) if before else None
 
 
 def _check_resumed(run: Run, facts: dict[str, Any]) -> None:
@@ -241,23 +241,25 @@ def _lasting_name(checkpoint: "Checkpoint") -> str:
 
 def summary(done: Finetuned) -> str:
     """What the command ends with: before and after, the delta's size, the next command."""
-    lines = [f"{done.run.folder}: {done.steps} steps, {100 * done.delta.changed:.1f} % of the gate elements changed"]
-    if done.delta.changed == 0:
+    scope = done.run.recipe.train.scope
+    what = f"elements of {len(done.delta.tensors)} tensors" if scope in ("full", "gates+lora") else "gate elements"
+    changed = f"{100 * done.delta.changed:.1f} % of the {what} changed"
+    if scope == "heads":
+        changed = f"{sum(head.numel() for head in done.delta.heads.values()):,} head elements beside the base's gates"
+    lines = [f"{done.run.folder}: {done.steps} steps, {changed}"]
+    if done.delta.changed == 0 and scope != "heads":
         lines.append(
-            "Warning: no gate element survived the cast to the checkpoint's dtype; use more steps or a larger train.lr."
+            f"Warning: none of the {what} survived the cast to the checkpoint's dtype; use more steps or a larger train.lr."
         )
-    if done.after is None:
+    without = "   (interrupted: tuned gates not measured)" if done.after is None else ""
+    lines.append(f"base   perplexity {done.before.perplexity:.3f}   EOR {done.before.eor:.3f}{without}")
+    if done.after is not None:
+        change = done.after.perplexity / done.before.perplexity - 1
         lines.append(
-            f"base   perplexity {done.before.perplexity:.3f}   EOR {done.before.eor:.3f}   (interrupted: tuned gates not measured)"
+            f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({100 * change:+.2f} % perplexity)"
         )
-    else:
-        change = 100 * (done.after.perplexity / done.before.perplexity - 1)
-        lines.append(f"base   perplexity {done.before.perplexity:.3f}   EOR {done.before.eor:.3f}")
-        lines.append(
-            f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({change:+.2f} % perplexity)"
-        )
-    if done.after is not None and (steering := done.run.facts.get("steering")):
-        lines += steered_lines(steering, done.after.perplexity / done.before.perplexity - 1)
+        if steering := done.run.facts.get("steering"):
+            lines += steered_lines(steering, change)
     folder = shlex.quote(str(done.run.folder))
     if done.interrupted:
         lines.append(f"Go on: remoe finetune --resume --out {folder}")
@@ -275,8 +277,7 @@ def _introduce(job: _Job) -> None:
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
     note(f"Run {run.folder}")
     note(
-        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, scope {job.recipe.train.scope}: {_trainable(job)}, the "
-        "rest is frozen"
+        f"Base {pinned}: {len(gates)} gates of {gates[0].n_experts} experts, scope {job.recipe.train.scope}: {_trainable(job)}"
     )
     source = job.documents.source
     texts = f"what the base writes after prompts from {source}" if is_own(job.recipe.data.source) else source
@@ -296,7 +297,7 @@ def _trainable(job: _Job) -> str:
         return "every parameter trains"
     head = sum(gate.parameters[gate.names[0]].numel() for gate in job.gates)
     count = job.run.facts["gate_parameters"] * (scope != "heads") + head * len(job.recipe.heads)
-    return f"{count:,} parameters {'and adapters ' if scope == 'gates+lora' else ''}train"
+    return f"{count:,} parameters {'and adapters ' if scope == 'gates+lora' else ''}train, the rest is frozen"
 
 
 def _measure(name: str, job: _Job) -> TextMeasures:
@@ -335,9 +336,8 @@ def _train(job: _Job, texts: Iterable[Document], state: State | None, steering: 
     return trained
 
 
-def _steered(job: _Job, steering: Steering, before: TextMeasures, step: int, control: Run | None) -> dict[str, Any]:
-    """For run.json: how near the run ended to its limit, and what cross entropy alone does, where a run shows it. Leaves
-    that run's gates in the model."""
+def _steered(job: _Job, steering: Steering, step: int) -> dict[str, Any]:
+    """For run.json: how near the run ended to its limit."""
     found: dict[str, Any] = {**job.run.facts["steering"], "change": steering.finish(step), "ce_only": None}
     if abs(found["change"] - found["limit"]) > FAR:
         note("Note: the run ended off its limit; more steps, or a recipe whose weights are nearer to it, help")
@@ -345,16 +345,23 @@ def _steered(job: _Job, steering: Steering, before: TextMeasures, step: int, con
         plots.plot_steering(
             [point._asdict() for point in steering.points], found["limit"], job.run.steering.with_suffix(".png")
         )
+    return {"steering": found}
+
+
+def _tell_apart(job: _Job, steering: Steering, before: TextMeasures, control: Run | None) -> None:
+    """Notes in run.json what cross entropy alone does, where a run shows it. Leaves that run's gates in the model."""
     control = control or ce_only_beside(job.run)
     if control is None:
-        note(
-            "Note: no CE-only run of the same texts and steps is there, so what training itself does is not told apart"
-        )
-    else:
-        put(job.model, gates_for(disk_names(job.model, job.checkpoint), Delta.load(control.delta)))
-        reported = _measure("CE-only", job).perplexity / before.perplexity - 1
-        found["ce_only"] = {"run": str(control.folder), "change": steering.change(), "reported_change": reported}
-    return {"steering": found}
+        note(f"Note: no CE-only run tells apart what training itself does; {control_command(job.run)} makes one")
+        return
+    try:
+        put(job.model, in_memory(job.model, job.checkpoint, Delta.load(control.delta).tensors))
+    except RemoeError as error:  # this run is whole without it
+        note(f"Note: {control.folder} is not measured beside it: {error.message}")
+        return
+    reported = _measure("CE-only", job).perplexity / before.perplexity - 1
+    ce_only = {"run": str(control.folder), "change": steering.change(), "reported_change": reported}
+    job.run.note(steering={**job.run.facts["steering"], "ce_only": ce_only})
 
 
 def _step_of(line: str) -> float:
@@ -367,6 +374,8 @@ def _step_of(line: str) -> float:
 
 def _save(job: _Job, trained: Trained, status: str) -> Delta:
     gates = {job.disk_names[name]: tensor for name, tensor in trained.gates.items()}
+    if job.recipe.train.scope == "heads":  # as stored: the model may hold them rounded
+        gates = {name: job.checkpoint.read(name) for name in gates}
     gates |= on_disk(job.model, job.checkpoint, trained.others)
     heads = heads_on_disk(trained.heads, job.disk_names, job.gates)
     delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions(), heads)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from remoe_cli.errors import RecipeError
-from remoe_cli.recipe_rules import OBJECTIVES, RULES
+from remoe_cli.recipe_rules import OBJECTIVES, OWN_TERMS, RULES
 
 OWN_TEXT = "self"  # the data.source of what the base itself writes
 CONTROLS = ("ce-only", "no-trust", "no-reuse", "no-consistency")
@@ -131,6 +131,14 @@ class Recipe:
     def heads(self) -> tuple[str, ...]:
         """The kinds of heads that the run trains."""
         return () if self.train.scope == "gates" else OBJECTIVES[self.objective.name]
+
+    @property
+    def has_locality(self) -> bool:
+        """Whether any locality term has a factor above 0."""
+        own = OWN_TERMS[self.objective.name]
+        return self.objective.scale > 0 and any(
+            getattr(self.objective, key) > 0 for key in (own, "smooth", "lag", "window")
+        )
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(_plain(asdict(self)), sort_keys=False)
@@ -327,6 +335,11 @@ def _checked(recipe: Recipe) -> Recipe:
         raise RecipeError(
             "heads alone move no perplexity, so train.max_ppl has nothing to steer.",
             "the same command without --max-ppl",
+        )
+    if recipe.train.max_ppl != "off" and not recipe.has_locality:
+        raise RecipeError(
+            "all locality terms of this recipe have a factor of 0, so train.max_ppl has nothing to steer.",
+            "the same command without --max-ppl, or with another --recipe",
         )
     if objective == "spatio-only" and scope == "gates":
         raise RecipeError(

@@ -14,6 +14,9 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "spatio-only": ("spatio",),
     "decayed-coverage": ("temporal",),
 }
+# the factor of each objective's own term, beside those of consistency
+OWN_TERMS = {"remoe": "reuse", "resident-mass": "resident", "soft-misses": "misses"}
+OWN_TERMS |= {name: "coverage" for name in OBJECTIVES if name not in OWN_TERMS}
 _CHANGE = re.compile(r"[+-]?(\d{1,3}(\.\d{0,6})?|\.\d{1,6})%")
 _NAME = re.compile(r"[^\W_][\w.-]{0,59}")  # it becomes part of folder names
 

@@ -14,12 +14,12 @@ from remoe_cli.cache.replay import prepare
 from remoe_cli.cache.reroute import default_keep, default_strengths, METHODS, Rule
 from remoe_cli.console import note, progress
 from remoe_cli.decode import check_live
-from remoe_cli.delta import gates_for, put
+from remoe_cli.delta import put
 from remoe_cli.environment import device_name, pick_device, versions
 from remoe_cli.errors import command, DataError, instead, UsageError
 from remoe_cli.evaluate import finite
 from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import compute_dtype, disk_names, experts_on_disk, load_resident
+from remoe_cli.families.loader import compute_dtype, experts_on_disk, in_memory, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.prompts import default_recipe, load_prompts
 from remoe_cli.measure.rerouted import measure_rerouted, Rerouted
@@ -105,14 +105,14 @@ def reroute(
     change = find_delta(delta) if delta is not None else None
     if change is not None and change.is_applied(checkpoint):
         change = None
-    documents, source = load_prompts(prompts, recipe, load_tokenizer(checkpoint), again(prompts="demo"))
+    documents, source = load_prompts(prompts, recipe, load_tokenizer(checkpoint), again(prompts="demo"), delta)
     if change is not None and len(documents) > len(source.heldout):
         note("Note: the gates may have been trained on some of these texts; held-out ones say more")
     expert_bytes = one_expert_bytes(layers)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     loaded = load_resident(checkpoint, dtype, where)
     if change is not None:
-        put(loaded, gates_for(disk_names(loaded, checkpoint), change))
+        put(loaded, in_memory(loaded, checkpoint, change.tensors))
     gates = find_gates(loaded)
     if seconds := prepare(asked.policy):
         note(f"Note: compiled the replay of {asked.policy} in {seconds:.1f} s, this once")

@@ -15,16 +15,16 @@ from remoe_cli import recipe as recipes
 from remoe_cli.cache import choose, live_policies
 from remoe_cli.cache.replay import prepare
 from remoe_cli.console import note, progress
-from remoe_cli.delta import Delta, gates_for, heads_for, put
+from remoe_cli.delta import Delta, heads_for, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.errors import DeltaError, RunError, TrainingError
+from remoe_cli.errors import DeltaError, RunError, TrainingError, UsageError
 from remoe_cli.evaluate import finite
 from remoe_cli.families import family_of, find_gates, Gate
-from remoe_cli.families.loader import compute_dtype, disk_names, experts_on_disk, gate_disk_names, load_resident
+from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, in_memory, load_resident
 from remoe_cli.finetune import finetune
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.steering import halves
+from remoe_cli.measure.steering import CE_ONLY, halves, is_ce_only
 from remoe_cli.measure.swept import hindrance, Place, record_text, replayed, rerouted, Texts
 from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import limit_of, prompts_of, Recipe
@@ -41,7 +41,6 @@ from remoe_cli.train import asked as finetuning
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
 
 FORMAT = 1
-CE_ONLY = "ce-only"
 
 
 class Arm(NamedTuple):
@@ -99,7 +98,7 @@ def sweep(model: str, asked: Asked, *, out: Path, device: str | None = None) -> 
         run = _run(model, arm, out / f"{arm.recipe.name}-{key[:12]}", device, ce_only.get(training), notes)
         if run is not None:
             trained.append(Trained(arm, key, run))
-            if arm.recipe.name == CE_ONLY:
+            if is_ce_only(arm.recipe):
                 ce_only[training] = str(run.folder)
     own = documents(first)
     held_out = own.heldout if asked.limit is None else halves(own)[1].heldout
@@ -120,10 +119,14 @@ def _arms(asked: Asked, choose_recipe: Callable[[finetuning.Asked], Recipe]) -> 
     for name in asked.recipes:
         wanted = finetuning.Asked(name, asked.data, asked.steps, tuple(asked.overrides))
         own = choose_recipe(wanted)
-        none = ("objective.scale=0", "objective.trust=0", f"name={CE_ONLY}")
+        if own.train.max_ppl != "off":
+            raise UsageError(
+                f"the recipe {own.name} has train.max_ppl of its own: a sweep would measure on the texts that steered it.",
+                f"the same command with --set train.max_ppl=off --weights limit --max-ppl {own.train.max_ppl}",
+            )
         more: list[tuple[str, float | None, finetuning.Asked]] = []
         if asked.control and own.train.scope != "heads":
-            more.append((CE_ONLY, 0.0, wanted._replace(overrides=(*wanted.overrides, *none))))
+            more.append(("ce-only", 0.0, wanted._replace(overrides=(*wanted.overrides, *CE_ONLY))))
         for weight in asked.weights:
             if weight == STEERED:
                 more.append((f"{own.name} {asked.max_ppl}", None, wanted._replace(max_ppl=asked.max_ppl)))
@@ -263,9 +266,8 @@ class _Bench:
         if self._model is None:
             self._model = load_resident(self.checkpoint, self.dtype, self.device)
             self._gates = find_gates(self._model)
-            self._names = disk_names(self._model, self.checkpoint)
-            gates = gate_disk_names(self._model, self.checkpoint)
-            self._sha256 = self.checkpoint.sha256(*sorted(gates.values()))
+            self._names = gate_disk_names(self._model, self.checkpoint)
+            self._sha256 = self.checkpoint.sha256(*sorted(self._names.values()))
         self._heads = None
         put(self._model, self._stock)
         if one.run is not None:
@@ -274,7 +276,7 @@ class _Bench:
                     f"the run {one.run.folder} was made from other gates.", "the same command with another --out DIR"
                 )
             delta = Delta.load(one.run.delta)
-            tuned = gates_for(self._names, delta)
+            tuned = in_memory(self._model, self.checkpoint, delta.tensors)
             own = dict(self._model.named_parameters())
             self._stock |= {name: own[name].detach().clone() for name in tuned if name not in self._stock}
             put(self._model, tuned)

@@ -53,10 +53,10 @@ def record(
     check_texts(model, prompts, again)
     note("Loading torch and transformers")
     from remoe_cli.apply import find_delta
-    from remoe_cli.delta import gates_for, heads_for, put
+    from remoe_cli.delta import heads_for, put
     from remoe_cli.environment import pick_device
     from remoe_cli.families import family_of, find_gates
-    from remoe_cli.families.loader import compute_dtype, disk_names, experts_on_disk, load_resident
+    from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, in_memory, load_resident
     from remoe_cli.hub.resolve import fetch_config, resolve
     from remoe_cli.measure.decode_traces import decode
     from remoe_cli.measure.prompts import default_recipe, load_prompts
@@ -76,7 +76,7 @@ def record(
     checkpoint = resolve(found)
     applied = change is not None and change.is_applied(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
-    texts, source = load_prompts(prompts, recipe, tokenizer, again(prompts="demo"))
+    texts, source = load_prompts(prompts, recipe, tokenizer, again(prompts="demo"), delta)
     if change is not None and len(texts) > len(source.heldout):
         note("Note: the gates may have been trained on some of these texts; held-out ones say more")
     if asked.seed:
@@ -102,10 +102,9 @@ def record(
     loaded = load_resident(checkpoint, dtype, where)
     gates, heads = find_gates(loaded), None
     if change is not None:
-        stored = disk_names(loaded, checkpoint)
-        heads = heads_for(change, stored, gates)
+        heads = heads_for(change, gate_disk_names(loaded, checkpoint), gates)
         if not applied:
-            put(loaded, gates_for(stored, change))
+            put(loaded, in_memory(loaded, checkpoint, change.tensors))
     provenance = {
         "model": checkpoint.id, "revision": checkpoint.commit, "delta": delta,
         "delta_recipe": change.recipe if change else None, "data": source.source, "data_sha256": source.sha256,

@@ -64,6 +64,22 @@ def test_the_command_says_what_is_missing(remoe, model):
         refused(remoe(*options, *more), *words)
 
 
+def test_applied_gates_have_no_base_beside_them(remoe, model):
+    checkpoint = Checkpoint.open(model)
+    with OffloadedDecoder(checkpoint, TOP_K) as decoder:
+        gates = {name: checkpoint.read(name) + 0.5 for name in decoder.disk_names.values() if "gate" in name}
+    Delta.of(checkpoint, gates, "tuned", {}).save(Path("delta"))
+    assert remoe("apply", "delta", model, "--out", "applied").code == 0
+    options = ("--cache", 3, "--delta", "delta", "--prompts", "demo", "--context", 4, "--tokens", 3, "--forced")
+    ran = remoe("decode", "applied", *options, "--beside-base")
+    refused(
+        ran,
+        "holds the tuned gates already",
+        "remoe decode applied --cache 3 --delta delta",
+        f"remoe decode {model} --cache 3",
+    )
+
+
 def test_measured_cells_of_policies_that_an_arm_can_serve(folders):
     rng = np.random.default_rng(0)
     requests = Requests(*(torch.from_numpy(rng.integers(3, VOCABULARY, shape)) for shape in ((2, 8), (2, 6))))

@@ -8,10 +8,10 @@ from training import endless, recipe_of
 
 import remoe_cli
 from remoe_cli.apply import apply
-from remoe_cli.delta import Delta, gates_for, heads_for, heads_on_disk
+from remoe_cli.delta import Delta, gates_for, heads_for, heads_on_disk, put
 from remoe_cli.errors import DeltaError, FamilyError
 from remoe_cli.families import find_gates
-from remoe_cli.families.loader import disk_names, gate_disk_names, load_resident, on_disk
+from remoe_cli.families.loader import disk_names, gate_disk_names, in_memory, load_resident, on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.recipe import Objective
 from remoe_cli.train.scope import Scope
@@ -94,10 +94,27 @@ def test_a_delta_carries_all_that_training_changed(checkpoint, tmp_path, scope):
     assert heads_for(again, names, find_gates(patched)).kinds == ("temporal",)
     with pytest.raises(DeltaError, match=r"changes more.*remoe apply"):
         gates_for(names, again)
+    loaded = remoe_cli.load(str(checkpoint.folder), str(tmp_path / "delta"), dtype=torch.float32)
+    assert torch.equal(logits(loaded), logits(model))
+    fresh = load_resident(checkpoint, torch.float32, "cpu")
+    found = in_memory(fresh, checkpoint, again.tensors)
+    assert changed <= set(found)
+    put(fresh, found)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name]), name
     if scope == "gates+lora":
-        loaded = remoe_cli.load(str(checkpoint.folder), str(tmp_path / "delta"), dtype=torch.float32)
-        assert torch.equal(logits(loaded), logits(model))
         assert set(gates_for(disk_names(patched, checkpoint), again)) == changed
+
+
+def test_a_part_of_merged_experts_is_refused(folders):
+    checkpoint = Checkpoint.open(folders("qwen3_moe"))
+    model = load_resident(checkpoint, torch.float32, "cpu")
+    whole = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    assert set(in_memory(model, checkpoint, whole)) == set(model.state_dict())
+    for part in (".experts.1.up_proj.", ".up_proj."):
+        less = {name: tensor for name, tensor in whole.items() if part not in name}
+        with pytest.raises(FamilyError, match=r"a part of .*experts\.gate_up_proj is missing"):
+            in_memory(model, checkpoint, less)
 
 
 def test_a_tensor_that_the_checkpoint_does_not_store_is_refused(folders):

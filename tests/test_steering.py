@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +15,25 @@ from hypothesis import strategies as st
 from training import documents_of, load, recipe_of
 
 from remoe_cli import recipe as recipes
-from remoe_cli.errors import DataError, RecipeError
+from remoe_cli import recipe_rules
+from remoe_cli.delta import Delta
+from remoe_cli.errors import DataError, RecipeError, RunError
 from remoe_cli.families import find_gates
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.domains import held_out
-from remoe_cli.measure.steering import halves, read_path, reported, Steering
+from remoe_cli.measure.steering import (
+    _is_control,
+    CE_ONLY,
+    check_control,
+    halves,
+    read_path,
+    reported,
+    Steering,
+    unsteered,
+)
+from remoe_cli.objectives import OBJECTIVES
 from remoe_cli.recipe import limit_of
+from remoe_cli.report.steering import steered_lines
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
 from remoe_cli.train.packing import batches
@@ -186,8 +201,151 @@ def test_finetune_with_a_limit(remoe, model, texts):
     refused(kept, "finished")
 
 
+WHOLE = ["--steps", "4", *QUICK, "--set", "train.scope=full", "--set", "train.lr=0.001"]
+
+
+def test_the_whole_model_is_steered_and_evaluated(remoe, model, texts):
+    options = ["--data", texts, *WHOLE]
+    ran = remoe("finetune", model, "--recipe", "ce-only", "--out", "runs/control", *options)
+    assert ran.code == 0 and "tensors changed" in ran.out and "gate elements" not in ran.out
+    done = report_of(remoe("finetune", model, "--max-ppl", "+2%", "--out", "runs/steered", "--json", *options))
+    ce_only = done["steering"]["ce_only"]
+    assert ce_only["run"] == "runs/control"
+    report = report_of(remoe("eval", "runs/steered", "--control", "runs/control", "--cache", "3", "--json"))
+    changes = {arm["name"]: arm["text"]["perplexity_change"] for arm in report["arms"]}
+    assert changes["ce-only"] == pytest.approx(ce_only["reported_change"])
+    assert changes["remoe"] == pytest.approx(done["after"]["perplexity"] / done["before"]["perplexity"] - 1)
+    other = remoe("eval", "runs/control", "--control", "runs/steered", "--cache", "3")
+    refused(other, "steered by half of the texts", "remoe eval runs/steered --control runs/control")
+    refused(
+        remoe("decode", model, "--cache", "3", "--delta", "runs/control"),
+        "remoe apply runs/control",
+        "then remoe decode DIR",
+    )
+
+
+def test_heads_alone_leave_the_gates_as_they_are_stored(remoe, model, texts):
+    own = ["--set", "train.scope=heads", "--set", "objective.name=coverage-temporal", "--set", "objective.cache=3"]
+    ran = remoe(
+        "finetune",
+        model,
+        "--out",
+        "runs/h",
+        "--data",
+        texts,
+        "--steps",
+        "2",
+        *QUICK,
+        *own,
+        "--set",
+        "train.dtype=bfloat16",
+    )
+    assert ran.code == 0 and "head elements beside the base's gates" in ran.out and "Warning" not in ran.out
+    assert Delta.load(run_of("runs/h").delta).changed == 0
+
+
+def test_an_interrupted_run_says_so():
+    (line,) = steered_lines({"limit": 0.01, "texts": 3, "base_loss": 2.0}, 0.02)
+    assert "steered to +1.00 %" in line and "interrupted" in line
+
+
+def test_a_control_that_is_damaged_does_not_cost_the_run(remoe, model, texts):
+    options = ["--data", texts, "--steps", "2", *QUICK]
+    assert remoe("finetune", model, "--recipe", "ce-only", "--out", "runs/control", *options).code == 0
+    Path("runs/control/delta/gates.safetensors").write_bytes(b"")
+    ran = remoe("finetune", model, "--max-ppl", "+2%", "--out", "runs/steered", *options)
+    assert ran.code == 0 and "runs/control is not measured beside it" in ran.err
+    assert run_of("runs/steered").status == "finished" and run_of("runs/steered").facts["after"]
+
+
+def test_the_note_names_the_command_that_makes_the_control(remoe, model, texts):
+    options = ["--data", texts, "--steps", "2", *QUICK, "--set", "objective.cache=3"]
+    heads = ["--recipe", "gate-cacherouter", *options, "--set", "data.format=prefix", "--set", "data.labels=all"]
+    ran = remoe("finetune", model, *heads, "--max-ppl", "+2%", "--out", "runs/one")
+    assert ran.code == 0, ran.err
+    advised = re.search(r"remoe (finetune .*) makes one", ran.err)[1]
+    assert remoe(*shlex.split(advised), "--out", "runs/control").code == 0
+    done = report_of(remoe("finetune", model, *heads, "--max-ppl", "+2%", "--out", "runs/two", "--json"))
+    assert done["steering"]["ce_only"]["run"] == "runs/control"
+
+
+def test_what_is_a_control(tmp_path):
+    """Cross entropy alone, with the same training; whether heads are there is no matter."""
+
+    def run(name, overrides):
+        recipe = recipes.load("gate-cacherouter", "demo", overrides)
+        Run(tmp_path / name).folder.mkdir()
+        (tmp_path / name / "recipe.yaml").write_text(recipe.to_yaml())
+        (tmp_path / name / "delta").mkdir()
+        (tmp_path / name / "delta" / "remoe.json").write_text("{}")
+        Run(tmp_path / name).note(model="demo", status="finished", gates_sha256="a")
+        return Run(tmp_path / name)
+
+    steered_run = run("steered", ["train.max_ppl=+1%"])
+    for name, more, fits in (
+        ("own", (), True),
+        ("gates", ("train.scope=gates", "objective.name=remoe"), True),
+        ("whole", ("train.scope=full",), False),
+        ("distilled", ("objective.target=base",), False),
+        ("trusting", ("objective.trust=.1",), False),
+        ("longer", ("train.steps=3",), False),
+    ):
+        one = run(name, [*CE_ONLY, *more])
+        assert _is_control(one, steered_run) is fits, name
+        if name not in ("distilled", "trusting"):
+            check_control(one, steered_run)
+            continue
+        with pytest.raises(RunError, match="more than cross entropy"):
+            check_control(one, steered_run)
+    one.note(gates_sha256="b")
+    with pytest.raises(RunError, match="other gates"):
+        check_control(one, steered_run)
+    one.note(status="failed")
+    with pytest.raises(RunError, match="is failed"):
+        check_control(one, steered_run)
+
+
+@pytest.mark.parametrize("name", recipe_rules.OBJECTIVES)
+def test_locality_is_what_the_objective_scales(name):
+    """No factor, or any one of them, in the recipe's words and in the objective's."""
+    keys = ("reuse", "resident", "misses", "coverage", "smooth", "lag", "window")
+    for scale in (0, 1):
+        for one in (None, *keys):
+            settings = replace(
+                recipes.Objective(name=name, scale=scale, trust=1), **{key: float(key == one) for key in keys}
+            )
+            factors = OBJECTIVES[name].scales(settings, 9, 9)
+            assert recipes.Recipe(objective=settings).has_locality is any(
+                factor for term, factor in factors.items() if term != "trust"
+            )
+
+
+def test_texts_that_steered_are_left_out_of_traces(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    whole, (_, rest) = texts_of(6), halves(texts_of(6))
+    plain, steered_run = Run(tmp_path / "plain"), Run(tmp_path / "runs" / "steered")
+    for run in (plain, steered_run):
+        run.delta.mkdir(parents=True)
+        run.note(model="demo")
+    steered_run.note(steering={"limit": 0.01}, heldout_sha256=rest.heldout_sha256)
+    for name in (None, str(plain.folder), "me/delta"):
+        assert unsteered(whole, name) is whole
+    for name in ("steered", "runs/steered", "runs/steered/delta"):
+        assert unsteered(whole, name).heldout == rest.heldout
+    assert not capsys.readouterr().err
+    assert unsteered(texts_of(4), "steered").heldout == texts_of(4).heldout
+    assert "steered by held-out texts" in capsys.readouterr().err
+
+
 def test_what_finetune_refuses(remoe, model, texts):
     options = ["--data", texts, "--steps", "2", *QUICK]
+    refused(
+        remoe("finetune", model, "--recipe", "ce-only", "--max-ppl", "+1%", *options), "nothing to steer", "--recipe"
+    )
+    assert remoe("finetune", model, "--out", "runs/plain", *options).code == 0
+    named = ["--max-ppl", "+1%", "--ce-only", "runs/plain", "--out", "runs/new"]
+    refused(remoe("finetune", model, *named, *options), "more than cross entropy", "objective.scale=0")
+    assert not Path("runs/new").exists()
     refused(remoe("finetune", model, "--max-ppl", "much", *options), "train.max_ppl", "+1%")
     refused(remoe("finetune", model, "--ce-only", "runs/x", *options), "--ce-only goes with --max-ppl")
     refused(remoe("finetune", model, "--max-ppl", "+1%", "--ce-only", "runs/x", *options), "not a run folder")

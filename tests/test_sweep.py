@@ -202,10 +202,34 @@ def test_what_is_refused(remoe, model):
     refused(remoe("sweep", model, "--cache", "0"), "at least 1 slot")
     refused(remoe("sweep", model, "--cache", "x"), "--cache takes whole numbers")
     refused(remoe("sweep", model, "--bonus", "-1"), "--bonus takes numbers of at least 0")
+    refused(remoe("sweep", model, "--bonus", "nan"), "--bonus takes numbers of at least 0, not nan")
+    refused(remoe("sweep", model, "--bonus", "inf"), "--bonus takes numbers of at least 0, not inf")
+    refused(remoe("sweep", model, "--ahead", "2000000"), "gate_ahead")
     refused(remoe("sweep", model, "--policy", "static"), "fitted on another trace")
     refused(remoe("sweep", model, "--policy", "nothing"), "nothing")
     refused(remoe("sweep", model, "--admission", "some"), "forced, bypass or both")
     refused(remoe("sweep", model, "--recipe", "nothing"), "no recipe 'nothing'")
+
+
+def test_the_whole_model_is_swept(remoe, model, texts_file, tmp_path):
+    whole = [*QUICK, "--set", "train.scope=full", "--set", "train.lr=0.001"]
+    asked = ["--data", texts_file, "--steps", "2", "--weights", "limit", "--max-ppl", "+5%", "--cache", "3", *whole]
+    report = report_of(remoe("sweep", model, *asked, "--out", tmp_path / "out", "--json"))
+    assert [arm["name"] for arm in report["arms"]] == ["base", "ce-only", "remoe +5%"]
+    assert report["arms"][1]["perplexity_change"] != 0 and report["arms"][2]["steering"]["ce_only"]["run"]
+    assert not report["notes"]
+
+
+def test_a_recipe_with_a_limit_of_its_own_is_refused(remoe, model, texts_file):
+    asked = ["--data", texts_file, "--weights", "1", *QUICK, "--set", "train.max_ppl=+1%"]
+    refused(remoe("sweep", model, *asked), "train.max_ppl of its own", "--weights limit --max-ppl +1%")
+
+
+def test_cross_entropy_alone_is_no_distillation(remoe, model, texts_file, tmp_path):
+    asked = ["--data", texts_file, "--steps", "1", "--weights", "1", *QUICK, "--set", "objective.target=base"]
+    report = report_of(remoe("sweep", model, *asked, "--cache", "3", "--out", tmp_path / "out", "--json"))
+    recipe = Run(Path(report["arms"][1]["run"])).recipe
+    assert (recipe.name, recipe.objective.target, recipe.objective.scale) == ("ce-only", "text", 0)
 
 
 def test_places_hold_the_reference_once():

@@ -74,7 +74,7 @@ def expert_layers(
     merges: in-memory parameter -> its Merge. Raises CheckpointError where experts are missing or of another shape.
     """
     sources: dict[str, list[tuple[str, str | None]]] = {}
-    for disk in sorted(renamed, key=_natural):
+    for disk in sorted(renamed, key=natural):
         memory, pattern = renamed[disk]
         sources.setdefault(memory, []).append((disk, pattern))
     layers = []
@@ -144,7 +144,8 @@ def _merged(
     return tuple(experts)
 
 
-def _natural(name: str) -> tuple:
+def natural(name: str) -> tuple:
+    """Sorts layer 10 and expert 10 after 9."""
     return tuple((0, int(word), "") if word.isdigit() else (1, 0, word) for word in name.split("."))
 
 

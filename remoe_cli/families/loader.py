@@ -9,7 +9,7 @@ import torch
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families.base import find_gates
-from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge
+from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge, natural
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 
 if TYPE_CHECKING:
@@ -148,6 +148,34 @@ def on_disk(
             raise FamilyError(
                 f"{checkpoint.id} stores no {name} of {list(tensor.shape)}.", "--set train.scope=gates+heads"
             )
+    return found
+
+
+def in_memory(
+    model: "PreTrainedModel", checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The inverse of `on_disk`: experts are merged as the loader does it, into new tensors. Every name is one of the
+    checkpoint's. Raises FamilyError where only a part of a merge is there."""
+    names = renamed(model, checkpoint)
+    found: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for disk in sorted(tensors, key=natural):
+        memory, pattern = names[disk]
+        if pattern is None:
+            found[memory] = tensors[disk]
+        else:
+            parts.setdefault(memory, {}).setdefault(pattern, []).append(tensors[disk])
+    merges = _merges(model, checkpoint, names)[1] if parts else {}
+    for memory, by_pattern in parts.items():
+        shape = model.get_parameter(memory).shape
+        merge = merges.get(memory)
+        if (
+            merge is None
+            or {*by_pattern} != {*merge.patterns}
+            or any(len(of) != shape[0] for of in by_pattern.values())
+        ):
+            raise FamilyError(f"a part of {memory} is missing, so it cannot be put in.", "the delta of a whole run")
+        found[memory] = torch.cat([torch.stack(by_pattern[pattern]) for pattern in merge.patterns], merge.dim + 1)
     return found
 
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 
 from remoe_cli import run as runs
-from remoe_cli.delta import Delta, gates_for, heads_for, put
-from remoe_cli.errors import RunError
+from remoe_cli.delta import Delta, heads_for, put
+from remoe_cli.errors import command, RunError
 from remoe_cli.families import find_gates, Heads
-from remoe_cli.families.loader import disk_names, load_resident
+from remoe_cli.families.loader import gate_disk_names, in_memory, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.sample import measure, Sample
 from remoe_cli.recipe import Recipe
@@ -27,7 +27,8 @@ class Arm(NamedTuple):
 
 
 def control_of(run: Run, control: str | None) -> list[Run]:
-    """The run to show beside it, if any. Raises RunError where there is none of that name, or it is the run itself."""
+    """The run to show beside it, if any. Raises RunError where there is none of that name, it is the run itself, or some of
+    this run's texts steered it."""
     if control is None:
         return []
     found = runs.find(control)
@@ -35,6 +36,11 @@ def control_of(run: Run, control: str | None) -> list[Run]:
         raise RunError(
             "the control is the run itself.",
             "remoe finetune MODEL --recipe ce-only, then remoe eval --control THAT_RUN",
+        )
+    if found.facts.get("steering") and not run.facts.get("steering") and found.facts["data"] == run.facts["data"]:
+        raise RunError(
+            f"the control {found.folder} was steered by half of the texts that {run.folder} is measured on.",
+            command("eval", found.folder, control=run.folder),
         )
     return [found]
 
@@ -103,9 +109,10 @@ def measure_resident(
     """Every arm on every sample, each once. scores: the traces hold the routers' probabilities, and what an arm's heads gave.
     The model is gone afterwards: no expert may stay resident while they are measured on disk."""
     model = load_resident(checkpoint, dtype, device)
-    gates, stored = find_gates(model), disk_names(model, checkpoint)
+    gates, stored = find_gates(model), gate_disk_names(model, checkpoint)
     own = {name for gate in gates for name in gate.names}
-    changed = {arm.name: {} if arm.delta is None else gates_for(stored, arm.delta) for arm in arms}
+    deltas = {arm.name: {} if arm.delta is None else arm.delta.tensors for arm in arms}
+    changed = {name: in_memory(model, checkpoint, tensors) for name, tensors in deltas.items()}
     heads = {arm.name: None if arm.delta is None else heads_for(arm.delta, stored, gates) for arm in arms}
     everything = own.union(*changed.values())
     stock = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in everything}

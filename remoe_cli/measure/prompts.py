@@ -8,6 +8,7 @@ from typing import Any
 
 from remoe_cli import recipe as recipes
 from remoe_cli.errors import DataError
+from remoe_cli.measure.steering import unsteered
 from remoe_cli.recipe import Data, Recipe
 from remoe_cli.train.data import Documents, load_documents, load_texts
 from remoe_cli.train.source import ANOTHER
@@ -21,17 +22,17 @@ def default_recipe(model: str, model_type: str) -> Recipe:
 
 
 def load_prompts(
-    prompts: str | None, recipe: Recipe, tokenizer: Any, other: str = ANOTHER
+    prompts: str | None, recipe: Recipe, tokenizer: Any, other: str = ANOTHER, delta: str | None = None
 ) -> tuple[list[list[int]], Documents]:
     """Token ids of at most data.heldout_samples texts, and where they are from. prompts: as --data of finetune, None
-    for the demo's. other: the command with other texts.
+    for the demo's. other: the command with other texts. delta: as the user named it; texts that steered its run are left out.
 
     Nothing was trained on these, so of a source without a held-out part every row will do. Raises DataError or HubError for
     texts that cannot be used.
     """
     data = _data(prompts, recipe)
     with _named(other):
-        found = load_documents(data, tokenizer, seed=recipe.train.seed)
+        found = unsteered(load_documents(data, tokenizer, seed=recipe.train.seed), delta)
     if found.pinned.partition(":")[0] == "demo":
         return found.heldout, found
     everything = chain(found.heldout, (document.ids for document in found.train))
@@ -39,15 +40,15 @@ def load_prompts(
 
 
 def load_in_order(
-    prompts: str | None, recipe: Recipe, tokenizer: Any, other: str = ANOTHER
+    prompts: str | None, recipe: Recipe, tokenizer: Any, other: str = ANOTHER, delta: str | None = None
 ) -> tuple[Iterator[Prompt], str]:
     """Texts as they lie in their source, without their end tokens, each with its row there from 1 on; and what was read,
-    for display. Rows that say nothing are left out. prompts, other and errors as `load_prompts`; of the demo the held-out ones.
+    for display. Rows that say nothing are left out. prompts, other, delta and errors as `load_prompts`; of the demo the held-out ones.
     """
     data, end = _data(prompts, recipe), tokenizer.eos_token_id
     numbered: Iterable[Prompt]
     if data.source.partition(":")[0] == "demo":
-        heldout, documents = load_prompts(data.source, recipe, tokenizer, other)
+        heldout, documents = load_prompts(data.source, recipe, tokenizer, other, delta)
         numbered, source = enumerate(heldout, 1), documents.source
     else:
         with _named(other):

@@ -3,6 +3,7 @@ all figures are made on the other half. The control law is train/steer.py's."""
 
 import json
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,22 @@ import torch
 
 from remoe_cli import atomic
 from remoe_cli import run as runs
-from remoe_cli.errors import DataError
+from remoe_cli.console import note
+from remoe_cli.errors import command, DataError, RunError
 from remoe_cli.families import Gate
 from remoe_cli.measure.text import measure_rows
-from remoe_cli.objectives import OBJECTIVES
 from remoe_cli.recipe import limit_of, Recipe, Train
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents
 from remoe_cli.train.steer import interval, next_factor, Point, START
 
 _SAME = ("gates_sha256", "data", "data_sha256")  # in run.json
+CE_ONLY = (
+    "objective.scale=0",
+    "objective.trust=0",
+    "objective.target=text",
+    "name=ce-only",
+)  # makes a recipe its own control
 
 
 def halves(documents: Documents) -> tuple[list[list[int]], Documents]:
@@ -38,6 +45,23 @@ def halves(documents: Documents) -> tuple[list[list[int]], Documents]:
 def reported(documents: Documents, recipe: Recipe) -> Documents:
     """What figures are made on: of a steered run without the texts that it was steered by."""
     return documents if limit_of(recipe.train.max_ppl) is None else halves(documents)[1]
+
+
+def unsteered(documents: Documents, delta: str | None) -> Documents:
+    """Without the texts that steered the run of this name or folder, or of this delta in its run, where it held out the
+    same ones; where it held out others, a note."""
+    facts: dict[str, Any] = {}
+    named = Path(delta or "").expanduser()
+    for folder in (named, named.parent, runs.ROOT / named) if delta else ():
+        with suppress(RunError):
+            facts = facts or Run(folder).facts
+    if not facts.get("steering"):
+        return documents
+    rest = halves(documents)[1] if len(documents.heldout) > 1 else documents
+    if rest.heldout_sha256 == facts.get("heldout_sha256"):
+        return rest
+    note(f"Note: {delta} was steered by held-out texts, which may be among these")
+    return documents
 
 
 class Steering:
@@ -100,17 +124,44 @@ def ce_only_beside(run: Run) -> Run | None:
     return next((one for one in reversed(runs.every()) if _is_control(one, run)), None)
 
 
+def check_control(one: Run, run: Run) -> None:
+    """Raises RunError where `one`, named as what cross entropy alone does, cannot show that beside `run`."""
+    reason = None
+    if one.status != "finished":
+        reason = f"is {one.status}"
+    elif one.facts.get("gates_sha256") != run.facts.get("gates_sha256"):
+        reason = "was made from other gates"
+    elif not is_ce_only(one.recipe):
+        reason = "was trained on more than cross entropy"
+    if reason is not None:
+        raise RunError(f"--ce-only {one.folder} {reason}.", control_command(run))
+
+
+def control_command(run: Run) -> str:
+    """What trains the control of `run`."""
+    changes = [word for setting in (*CE_ONLY, "train.max_ppl=off") for word in ("--set", setting)]
+    return command("finetune", run.facts["model"], "--recipe", run.recipe_file, *changes)
+
+
 def _is_control(one: Run, run: Run) -> bool:
     facts, others = one.facts, run.facts
     if one.status != "finished" or any(facts.get(key) != others.get(key) for key in _SAME) or not one.has_delta:
         return False
     recipe, other = one.recipe, run.recipe
-    factors = OBJECTIVES[recipe.objective.name].scales(recipe.objective, recipe.train.steps, recipe.train.steps)
-    return not any(factors.values()) and _same_training(recipe) == _same_training(other) and recipe.data == other.data
+    return is_ce_only(recipe) and _same_training(recipe) == _same_training(other) and recipe.data == other.data
+
+
+def is_ce_only(recipe: Recipe) -> bool:
+    """Whether it trains the model, and by cross entropy alone."""
+    objective = recipe.objective
+    only = not recipe.has_locality and objective.trust == 0 and objective.target == "text"
+    return only and recipe.train.scope != "heads"
 
 
 def _same_training(recipe: Recipe) -> Train:
-    return replace(recipe.train, max_ppl="off", save_seconds=0.0, checkpointing=False)
+    """Heads learn from locality alone, and nothing learns from them."""
+    scope = recipe.train.scope.removesuffix("+heads")
+    return replace(recipe.train, scope=scope, max_ppl="off", save_seconds=0.0, checkpointing=False)
 
 
 def told(run: Run) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from typing import Any
 
 def steered_lines(steering: Mapping[str, Any], reported_change: float) -> list[str]:
     """steering: as run.json has it; reported_change: of the perplexity of the held-out texts that did not steer."""
+    if "change" not in steering:
+        return [f"steered to {_percent(steering['limit'])}, but interrupted before it was there"]
     lines = [
         f"steered to {_percent(steering['limit'])}: {_percent(steering['change'])} perplexity on the {steering['texts']} texts "
         f"that steered, {_percent(reported_change)} on the others"

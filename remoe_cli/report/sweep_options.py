@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,12 +73,11 @@ class Asked:
             raise UsageError(f"--admission is {', '.join(ADMISSIONS)} or both, not {self.admission!r}.", AGAIN)
         if self.ahead and min(self.ahead) < 0:
             raise UsageError(f"--ahead takes numbers of at least 0, not {min(self.ahead)}.", f"{AGAIN} --ahead 0,8")
-        if self.bonuses and min(self.bonuses) < 0:
-            raise UsageError(
-                f"--bonus takes numbers of at least 0, not {min(self.bonuses):g}.", f"{AGAIN} --bonus .1,.2"
-            )
+        for bonus in self.bonuses:
+            if not 0 <= bonus < math.inf:
+                raise UsageError(f"--bonus takes numbers of at least 0, not {bonus:g}.", f"{AGAIN} --bonus .1,.2")
         if self.rows is not None and self.rows < 1:
             raise UsageError(f"--rows is at least 1, not {self.rows}.", AGAIN)
-        for policy in self.policies:
+        for policy in self.every_policy:
             if "fit" in choose(policy).policy.needs and "future" not in choose(policy).policy.needs:
                 raise UsageError(f"policy {policy} is fitted on another trace, which remoe sweep has not.", AGAIN)
