@@ -284,7 +284,8 @@ def recipes(
     if as_json:
         print_data(json.dumps([{"name": name, "purpose": why, "file": file} for name, (why, file) in found.items()]))
         return
-    print_data("\n".join(f"{name:<16}{why}\n{'':<16}{file}" for name, (why, file) in found.items()))
+    wide = max(map(len, found)) + 2
+    print_data("\n".join(f"{name:<{wide}}{why}\n{'':<{wide}}{file}" for name, (why, file) in found.items()))
     shown = recipe.load("remoe", family)
     print_data(f"\nEvery key, as the recipe remoe for {family} has it:")
     print_data("\n".join(f"  --set {shlex.quote(recipe.setting(shown, key))}" for key in recipe.key_names()))

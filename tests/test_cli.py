@@ -216,6 +216,8 @@ def test_recipes_are_listed_with_what_they_are_for(remoe):
         "demo/remoe.yaml"
     )
     assert all(row["purpose"] and Path(row["file"]).is_file() for row in found.values())
+    listed = remoe("recipes", "demo").out
+    assert all(f"\n{name}  " in f"\n{listed}" for name in recipe.shipped("demo")), "a name runs into what it is for"
     refused(
         remoe("recipes", "NONSENSE"), "NONSENSE", "demo, deepseek_v2, gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe"
     )
