@@ -6,6 +6,7 @@ An objective is a module with these three functions (`remoe` is the model to cop
 - `terms(settings) -> {term: function(routing, segments) -> sum}`: each sum divided by its weight is the term's mean;
   sums and weights of micro-batches add up, so that splitting a batch changes nothing.
 - `scales(settings, step, steps) -> {term: factor}`: the factor of each term's mean in the loss at this step.
+One that is ReMoE's with another term in the place of reuse gets the three from `remoe.in_place_of_reuse`.
 Cross entropy (or, with `target: base`, distillation) belongs to every objective and is added by the trainer with factor 1.
 """
 

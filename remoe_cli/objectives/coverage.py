@@ -11,16 +11,11 @@ token has no predecessor and is nobody's target, at any layer.
 Shape letters: L MoE layers, N slots of a micro-batch, E routed experts.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from remoe_cli.objectives import remoe
-from remoe_cli.objectives.remoe import ramp, Routing, Segments
+from remoe_cli.objectives.remoe import Routing, Segments
 from remoe_cli.recipe import Objective
-
-Scores = Callable[[Routing, Segments, Objective], Tensor]
 
 
 def membership(scores_XE: Tensor, slots: int, tau: float) -> Tensor:
@@ -55,20 +50,3 @@ def from_layer_before(routing: Routing) -> Tensor:
     spatio_LNE = routing.spatio_LNE
     assert spatio_LNE is not None
     return torch.cat([spatio_LNE[-1:, :-1], spatio_LNE[:-1, 1:]])
-
-
-def weights(segments: Segments, settings: Objective, learned_BT: Tensor | None = None) -> dict[str, float]:
-    """As ReMoE's; `coverage` counts as `reuse` does."""
-    found = remoe.weights(segments, settings, learned_BT)
-    return {"coverage" if name == "reuse" else name: weight for name, weight in found.items()}
-
-
-def scales(settings: Objective, step: int, steps: int) -> dict[str, float]:
-    found = {name: factor for name, factor in remoe.scales(settings, step, steps).items() if name != "reuse"}
-    return {**found, "coverage": settings.scale * ramp(step, steps, settings.reuse_warmup) * settings.coverage}
-
-
-def terms_of(coverage: Scores, settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    """ReMoE's terms with this one in the place of reuse."""
-    found = {name: term for name, term in remoe.terms(settings).items() if name != "reuse"}
-    return {**found, "coverage": lambda routing, segments: coverage(routing, segments, settings)}

@@ -1,15 +1,11 @@
 """Spatio-temporal coverage: the temporal score of the token before, plus the spatio head of the layer before.
 Without heads the score is P of the token before alone."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from remoe_cli.objectives.coverage import from_layer_before, from_token_before, over_pairs, scales, terms_of, weights
-from remoe_cli.objectives.remoe import Routing, Segments
+from remoe_cli.objectives.coverage import from_layer_before, from_token_before, over_pairs
+from remoe_cli.objectives.remoe import in_place_of_reuse, Routing, Segments
 from remoe_cli.recipe import Objective
-
-__all__ = ["coverage", "scales", "terms", "weights"]
 
 
 def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
@@ -20,5 +16,4 @@ def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tenso
     return over_pairs(scores_LME, routing, segments, settings)
 
 
-def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    return terms_of(coverage, settings)
+weights, terms, scales = in_place_of_reuse("coverage", coverage)

@@ -1,15 +1,11 @@
 """Temporal coverage: what the gate asks for at the next token should be among the best by P + temporal head at this one.
 Without the head the score is P alone."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from remoe_cli.objectives.coverage import from_token_before, over_pairs, scales, terms_of, weights
-from remoe_cli.objectives.remoe import Routing, Segments
+from remoe_cli.objectives.coverage import from_token_before, over_pairs
+from remoe_cli.objectives.remoe import in_place_of_reuse, Routing, Segments
 from remoe_cli.recipe import Objective
-
-__all__ = ["coverage", "scales", "terms", "weights"]
 
 
 def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
@@ -17,5 +13,4 @@ def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tenso
     return over_pairs(from_token_before(routing), routing, segments, settings)
 
 
-def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    return terms_of(coverage, settings)
+weights, terms, scales = in_place_of_reuse("coverage", coverage)

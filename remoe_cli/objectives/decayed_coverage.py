@@ -4,16 +4,12 @@
 Shape letters: L MoE layers, N slots of a micro-batch, E routed experts.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from remoe_cli.objectives.coverage import over_pairs, scales, terms_of, weights
-from remoe_cli.objectives.remoe import Routing, Segments
+from remoe_cli.objectives.coverage import over_pairs
+from remoe_cli.objectives.remoe import in_place_of_reuse, Routing, Segments
 from remoe_cli.recipe import Objective
-
-__all__ = ["coverage", "decayed", "scales", "terms", "weights"]
 
 
 def coverage(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
@@ -38,5 +34,4 @@ def decayed(p_LNE: Tensor, segments: Segments, decay: float) -> Tensor:
     return total_LNE
 
 
-def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    return terms_of(coverage, settings)
+weights, terms, scales = in_place_of_reuse("coverage", coverage)

@@ -211,3 +211,25 @@ def ramp(step: int, steps: int, fraction: float) -> float:
     """min(1, step / (fraction * steps)); 1 where there is no warm-up."""
     warmup = fraction * steps
     return min(1.0, step / warmup) if warmup > 0 else 1.0
+
+
+def in_place_of_reuse(
+    name: str, term: Callable[[Routing, Segments, Objective], Tensor]
+) -> tuple[Callable, Callable, Callable]:
+    """(weights, terms, scales) of an objective that is ReMoE's with another term over pairs in the place of reuse. name: of
+    the term, and of its factor in the settings."""
+
+    def weights_(segments: Segments, settings: Objective, learned_BT: Tensor | None = None) -> dict[str, float]:
+        found = weights(segments, settings, learned_BT)
+        return {name if other == "reuse" else other: weight for other, weight in found.items()}
+
+    def terms_(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
+        found = {other: function for other, function in terms(settings).items() if other != "reuse"}
+        return {**found, name: lambda routing, segments: term(routing, segments, settings)}
+
+    def scales_(settings: Objective, step: int, steps: int) -> dict[str, float]:
+        found = {other: factor for other, factor in scales(settings, step, steps).items() if other != "reuse"}
+        rise = ramp(step, steps, settings.reuse_warmup)
+        return {**found, name: settings.scale * rise * getattr(settings, name)}
+
+    return weights_, terms_, scales_

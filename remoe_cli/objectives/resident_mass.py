@@ -7,14 +7,11 @@ other terms are ReMoE's. Proposed by this project; docs/recipes.md.
 Shape letters: L MoE layers, N slots of a micro-batch, E routed experts, K experts a token.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from remoe_cli.cache import ExpertCache
-from remoe_cli.objectives import remoe
-from remoe_cli.objectives.remoe import minus_log_mean, ramp, Routing, Segments
+from remoe_cli.objectives.remoe import in_place_of_reuse, minus_log_mean, Routing, Segments
 from remoe_cli.recipe import Objective
 
 
@@ -77,17 +74,4 @@ def _simulated(routing: Routing, segments: Segments, settings: Objective) -> Ten
     return held_LNE.to(p_LNE.device)
 
 
-def weights(segments: Segments, settings: Objective, learned_BT: Tensor | None = None) -> dict[str, float]:
-    """As ReMoE's; `resident` counts as `reuse` does."""
-    found = remoe.weights(segments, settings, learned_BT)
-    return {"resident" if name == "reuse" else name: weight for name, weight in found.items()}
-
-
-def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    found = {name: term for name, term in remoe.terms(settings).items() if name != "reuse"}
-    return {**found, "resident": lambda routing, segments: resident(routing, segments, settings)}
-
-
-def scales(settings: Objective, step: int, steps: int) -> dict[str, float]:
-    found = {name: factor for name, factor in remoe.scales(settings, step, steps).items() if name != "reuse"}
-    return {**found, "resident": settings.scale * ramp(step, steps, settings.reuse_warmup) * settings.resident}
+weights, terms, scales = in_place_of_reuse("resident", resident)

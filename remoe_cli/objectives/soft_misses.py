@@ -7,13 +7,10 @@ project; docs/recipes.md.
 Shape letters: L MoE layers, N slots of a micro-batch, E routed experts, K experts a token.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from remoe_cli.objectives import remoe
-from remoe_cli.objectives.remoe import ramp, Routing, Segments
+from remoe_cli.objectives.remoe import in_place_of_reuse, Routing, Segments
 from remoe_cli.objectives.resident_mass import contents
 from remoe_cli.recipe import Objective
 
@@ -31,17 +28,4 @@ def misses(routing: Routing, segments: Segments, settings: Objective) -> Tensor:
     return (missed_LN.mean(0) * segments.pairs(1)).sum()
 
 
-def weights(segments: Segments, settings: Objective, learned_BT: Tensor | None = None) -> dict[str, float]:
-    """As ReMoE's; `misses` counts as `reuse` does."""
-    found = remoe.weights(segments, settings, learned_BT)
-    return {"misses" if name == "reuse" else name: weight for name, weight in found.items()}
-
-
-def terms(settings: Objective) -> dict[str, Callable[[Routing, Segments], Tensor]]:
-    found = {name: term for name, term in remoe.terms(settings).items() if name != "reuse"}
-    return {**found, "misses": lambda routing, segments: misses(routing, segments, settings)}
-
-
-def scales(settings: Objective, step: int, steps: int) -> dict[str, float]:
-    found = {name: factor for name, factor in remoe.scales(settings, step, steps).items() if name != "reuse"}
-    return {**found, "misses": settings.scale * ramp(step, steps, settings.reuse_warmup) * settings.misses}
+weights, terms, scales = in_place_of_reuse("misses", misses)
