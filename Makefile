@@ -15,12 +15,13 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-faults test-gpu bench-decode bench-gpu lint format checkpoint clean help
+.PHONY: demo test test-faults test-oldest test-gpu bench-decode bench-gpu lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
 	@echo "make test    set up, then lint, types and the test suite"
 	@echo "make test-faults   every fault, kill -9 and Ctrl-C; make test runs three of each kind"
+	@echo "make test-oldest   the families with the oldest transformers that is supported"
 	@echo "make bench-decode  the decoder against llama.cpp and accelerate (an hour, 40 GB of disk; root for memory limits)"
 	@echo "make bench-gpu     the decoder on a GPU (under 6 minutes; ARGS=--dry-run without one)"
 	@echo "make format  rewrite the sources in the project's style"
@@ -37,6 +38,12 @@ test: $(READY)
 # every fault of the Hub, kill -9 and Ctrl-C; `make test` runs three of each kind, by a fixed seed
 test-faults: $(READY)
 	REMOE_FAULTS=all $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --durations=5 tests/test_faults_*.py
+
+# the families' suite with the oldest transformers that pyproject.toml allows, in a folder of its own
+OLDEST := 5.21.0
+test-oldest: $(READY)
+	test -d build/transformers-$(OLDEST) || $(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$(OLDEST) transformers==$(OLDEST)
+	PYTHONPATH=build/transformers-$(OLDEST) $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) tests/conformance
 
 # only what needs a CUDA device; skipped tests are listed
 test-gpu: $(READY)

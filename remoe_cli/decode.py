@@ -18,7 +18,7 @@ from remoe_cli.console import note, progress
 from remoe_cli.delta import gates_for, heads_for
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, command, DataError, DeltaError, instead, UsageError
-from remoe_cli.families import family_of, Heads
+from remoe_cli.families import family_of, Heads, top_k_of
 from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
@@ -76,7 +76,7 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
         where = pick_device(asked.device)
     found = fetch_config(model)
     family_of(found.config, model)
-    check_for_model(plan, found.config["num_experts_per_tok"], asked, model)
+    check_for_model(plan, top_k_of(found.config), asked, model)
     room = _room(found.config, plan, asked, model)
     change = find_delta(asked.delta) if asked.delta is not None else None
     check_heads(asked.policy, {name.rpartition(".")[2] for name in change.heads} if change is not None else (), again)

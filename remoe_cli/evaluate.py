@@ -19,7 +19,7 @@ from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, command, DataError, instead, RunError, UsageError
-from remoe_cli.families import family_of, KINDS
+from remoe_cli.families import family_of, KINDS, top_k_of
 from remoe_cli.families.loader import compute_dtype, experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import resolve
@@ -85,7 +85,7 @@ def evaluate(
     recipe = _recipe(found, overrides)
     capacities = _within(capacities, found, again)
     checkpoint = _base(found, base)
-    top_k = checkpoint.config["num_experts_per_tok"]
+    top_k = top_k_of(checkpoint.config)
     check_guess(settings.guess, top_k, again)
     rule = rule_of(measuring.reroute, top_k, found.facts["n_experts"], again)
     beside = control_of(found, control)

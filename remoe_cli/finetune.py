@@ -30,6 +30,7 @@ from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
 from remoe_cli.train.own_text import own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
+from remoe_cli.train.refit import refitted, require_biases
 from remoe_cli.train.state import newest, State
 from remoe_cli.train.tokens import about_positions, check_vocabulary
 from remoe_cli.train.trainer import Diverged, StepStats, Stopped, train, Trained
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from remoe_cli.hub.checkpoint import Checkpoint
-
 
 FAR = 0.002  # from the limit, as a change of perplexity
 
@@ -98,6 +98,8 @@ def finetune(
         try:
             loaded = load_resident(checkpoint, dtype, where)
             gates, names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
+            if settings.train.refit_bias:
+                require_biases(gates)
             job = _Job(run, settings, checkpoint, documents, loaded, gates, names)
             facts = {
                 "base": _lasting_name(checkpoint), "commit": checkpoint.commit, "model_type": family.model_type,
@@ -163,12 +165,17 @@ def _train_and_save(
         raise
     if trained.interrupted and not trained.step:
         raise KeyboardInterrupt  # there is nothing to save
+    if job.recipe.train.refit_bias and not trained.interrupted:
+        rows = batches(texts, job.recipe.train.sequence, job.recipe.train.micro_batch, repeat=True)
+        base = {name: job.checkpoint.read(disk) for name, disk in job.disk_names.items()}
+        trained.gates |= refitted(job.model, job.gates, base, trained, rows)
     delta = _save(job, trained, "interrupted" if trained.interrupted else "running")
     after = None
     if not trained.interrupted:
         stored = compute_dtype(job.checkpoint, "cpu")  # as shipped: cast to the base's stored dtype
         put(job.model, {name: tensor.to(stored) for name, tensor in trained.others.items()})
-        put(job.model, {name: delta.tensors[disk] for name, disk in job.disk_names.items()})
+        shipped = {name: delta.tensors[disk] for name, disk in job.disk_names.items() if disk in delta.tensors}
+        put(job.model, shipped)
         after = _measure("tuned", job)
         run.note(after=after._asdict(), **(_steered(job, steering, trained.step) if steering else {}))
         run.note(status="finished")
@@ -263,13 +270,9 @@ def summary(done: Finetuned) -> str:
     folder = shlex.quote(str(done.run.folder))
     if done.interrupted:
         lines.append(f"Go on: remoe finetune --resume --out {folder}")
-    lines.append(f"Next: remoe eval {folder} --cache {_suggested_cache(done)}")
-    return "\n".join(lines)
-
-
-def _suggested_cache(done: Finetuned) -> int:
     facts = done.run.facts
-    return min(max(6, facts["top_k"]), facts["n_experts"])
+    lines.append(f"Next: remoe eval {folder} --cache {min(max(6, facts['top_k']), facts['n_experts'])}")
+    return "\n".join(lines)
 
 
 def _introduce(job: _Job) -> None:

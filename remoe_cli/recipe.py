@@ -67,7 +67,8 @@ class Train:
     constant, or cosine from the warm-up's end towards 0. max_ppl: "off", or how far held-out perplexity may rise ("+1%"), to
     which the locality terms are steered. scope: what trains; every scope but "gates" trains the heads that
     the objective reads. lora_rank: of the adapters on attention, for the scope "gates+lora".
-    save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step."""
+    save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step.
+    refit_bias: whether selection biases are refitted after training, so that each expert has the load it had in the base."""
 
     steps: int = 2000
     sequence: int = 2048
@@ -87,6 +88,7 @@ class Train:
     dtype: str = "auto"
     seed: int = 0
     save_seconds: float = 60.0
+    refit_bias: bool = False
 
 
 @dataclass(frozen=True)

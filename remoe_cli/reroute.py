@@ -18,7 +18,7 @@ from remoe_cli.delta import put
 from remoe_cli.environment import device_name, pick_device, versions
 from remoe_cli.errors import command, DataError, instead, UsageError
 from remoe_cli.evaluate import finite
-from remoe_cli.families import family_of, find_gates
+from remoe_cli.families import family_of, find_gates, top_k_of
 from remoe_cli.families.loader import compute_dtype, experts_on_disk, in_memory, load_resident
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.prompts import default_recipe, load_prompts
@@ -83,7 +83,7 @@ def reroute(
     check_texts(model, prompts, again)
     found = fetch_config(model)
     family = family_of(found.config, model)
-    top_k = found.config["num_experts_per_tok"]
+    top_k = top_k_of(found.config)
     if asked.keep is not None and not 0 <= asked.keep <= top_k:
         reason = f"--keep is 0 to the {top_k} experts a token of this model, not {asked.keep}."
         raise UsageError(reason, again(keep=None))

@@ -14,9 +14,10 @@ from remoe_cli.delta import Delta, heads_for, heads_on_disk
 from remoe_cli.errors import DeltaError, RecipeError
 from remoe_cli.families import find_gates, Heads, KINDS, RouterTap
 from remoe_cli.families.loader import gate_disk_names, load_resident
+from remoe_cli.families.scores import SOFTMAX
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.objectives import OBJECTIVES
-from remoe_cli.objectives.remoe import log_probabilities, Routing, Segments
+from remoe_cli.objectives.remoe import Routing, Segments
 from remoe_cli.recipe import Objective, override, Recipe
 from remoe_cli.train import state as states
 from remoe_cli.train.packing import batches, collate
@@ -108,7 +109,7 @@ def test_coverage_in_the_trainer_is_the_objective_on_a_pass_by_hand():
     with torch.no_grad(), RouterTap(gates) as tap:
         model(batch.ids_BT)
         routed = tap.take()
-    logp = torch.stack([log_probabilities(layer.logits_NE) for layer in routed])
+    logp = torch.stack([SOFTMAX.log_probabilities(layer.logits_NE) for layer in routed])
     weights = [gate.router.weight.detach() for gate in gates]
     temporal = torch.stack([(layer.hidden_ND @ w.T).softmax(-1) for layer, w in zip(routed, weights, strict=True)])
     after = [*weights[1:], weights[0]]

@@ -12,6 +12,7 @@ from slow_losses import slow_cross_entropy, slow_terms
 from torch import Tensor
 
 from remoe_cli.families import probabilities
+from remoe_cli.families.scores import SOFTMAX
 from remoe_cli.objectives import OBJECTIVES, remoe
 from remoe_cli.objectives.remoe import Routing, Segments
 from remoe_cli.recipe import Objective
@@ -270,10 +271,10 @@ def test_rows_shorter_than_a_lag_or_a_window_are_finite(rows, slots):
 
 def test_log_probabilities_are_fp32_and_agree_with_probabilities():
     logits = torch.randn(5, 16, dtype=torch.bfloat16)
-    logp = remoe.log_probabilities(logits)
+    logp = SOFTMAX.log_probabilities(logits)
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.exp(), probabilities(logits))
-    assert remoe.log_probabilities(logits.double()).dtype == torch.float64
+    assert SOFTMAX.log_probabilities(logits.double()).dtype == torch.float64
 
 
 def test_saturated_gates_stay_finite():

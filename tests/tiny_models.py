@@ -1,75 +1,18 @@
 """Tiny random checkpoints with the real on-disk layouts of each family, in several shards.
 
-Three layers (some families: the first one dense), hidden 32, 8 routed experts, top-2, vocabulary 128. The weights are
-random and wide enough that routing and greedy tokens vary; they mean nothing.
+Three layers (some families: the first one dense), hidden 32, 8 routed experts, top-2, vocabulary 128, as the rows of the
+conformance suite have it. The weights are random and wide enough that routing and greedy tokens vary; they mean nothing.
 """
 
 import json
 from pathlib import Path
 
 import torch
+from conformance.rows import EXPERTS, HIDDEN, LAYERS, ROWS, settings_of, TOP_K, VOCABULARY
 
-HIDDEN, EXPERTS, TOP_K, LAYERS, VOCABULARY = 32, 8, 2, 3, 128
 SHARDS = 4
 MODEL_TYPES = ("deepseek_v2", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "qwen2_moe")
-FIRST_DENSE = ("deepseek_v2", "qwen2_moe")  # their first layer has no gate
-
-_COMMON = {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_experts_per_tok": TOP_K,
-    "vocab_size": VOCABULARY,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SETTINGS = {
-    "deepseek_v2": {
-        "num_key_value_heads": 4,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-    },
-    "qwen3_moe": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "num_experts": EXPERTS,
-        "norm_topk_prob": True,
-    },
-    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": EXPERTS},
-    "gpt_oss": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 24,
-        "num_local_experts": EXPERTS,
-        "sliding_window": 8,
-    },
-    "olmoe": {
-        "num_key_value_heads": 4,
-        "intermediate_size": 24,
-        "num_experts": EXPERTS,
-        "norm_topk_prob": False,
-    },
-    "qwen2_moe": {
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 40,
-        "num_experts": EXPERTS,
-        "norm_topk_prob": False,
-        "mlp_only_layers": [0],
-    },
-}
+FIRST_DENSE = tuple(name for name in MODEL_TYPES if ROWS[name].dense)  # their first layer has no gate
 
 
 def make(
@@ -77,13 +20,13 @@ def make(
 ) -> Path:
     """Write a checkpoint (config.json, at least 3 safetensors shards and their index) into folder; returns folder.
 
-    model_type: one of MODEL_TYPES. settings override the configuration (`tie_word_embeddings=True`, `num_experts=16`).
+    model_type: a row of the conformance suite. settings override the configuration (`tie_word_embeddings=True`, `num_experts=16`).
     Every tensor is stored in dtype, the gates too, as the published checkpoints do. The shards are cut in the natural
     order of names, so that most experts lie side by side and some lie in two shards.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **_SETTINGS[model_type], **settings})
+    config = AutoConfig.for_model(model_type, **{**settings_of(model_type), **settings})
     state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     try:
@@ -128,6 +71,9 @@ def _natural(name: str) -> tuple:
 
 @torch.no_grad()
 def _widen(model: torch.nn.Module) -> None:
+    for name, buffer in model.named_buffers():
+        if "bias" in name:
+            buffer.normal_(0, 0.2)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "_bias" in name or "sinks" in name:
             parameter.normal_(0, 0.1)
@@ -137,3 +83,6 @@ def _widen(model: torch.nn.Module) -> None:
             parameter.normal_(0, 3.0)  # outweighs the mean that attention adds to all tokens alike
         else:
             parameter.normal_(0, 1.5 * HIDDEN**-0.5)
+
+
+__all__ = ["EXPERTS", "FIRST_DENSE", "HIDDEN", "LAYERS", "MODEL_TYPES", "SHARDS", "TOP_K", "VOCABULARY", "make"]

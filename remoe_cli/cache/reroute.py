@@ -164,11 +164,12 @@ def walk(
     weights_TK: np.ndarray,
     *,
     renormalised: bool,
+    logs_TE: np.ndarray | None = None,
 ) -> Walked:
     """One request's tokens in order, in one layer: each chooses, then the cache serves what it chose.
 
     rule: None leaves every choice as it is. cache: of this layer, cold. stock_TK, weights_TK: the router's own choice in
-    recorded order. renormalised: whether the router scales its K weights to one sum. Weights and probabilities reach the
+    recorded order. logits: what the router ranks by; logs: the logarithms of its scores, None: the logits. renormalised: whether the router scales its K weights to one sum. Weights and probabilities reach the
     cache's policy as float16, as traces store them. Raises CacheError for a policy that reads heads or refines.
     """
     if {"temporal", "spatio"} & {*cache.policy.needs} or cache.policy.refines:
@@ -187,7 +188,7 @@ def walk(
         if rule is not None:
             found = reroute(
                 rule, cache.resident, order, logits_TE[token], probabilities_TE[token], stock_TK[token], weights[token],
-                float(means[token]), renormalised=renormalised,
+                float(means[token]), renormalised=renormalised, logs_E=None if logs_TE is None else logs_TE[token],
             )  # fmt: skip
             if found is not None:
                 chosen, weights[token] = found
@@ -211,6 +212,7 @@ def reroute(
     mean_range: float,
     *,
     renormalised: bool,
+    logs_E: np.ndarray | None = None,
 ) -> tuple[list[int], np.ndarray] | None:
     """One token's experts in recorded order (descending weight), and their weights [K] float32; None where they are the
     router's own. order: all experts by `rank`; resident, mean_range: as `Rule.choose` takes them; the others as `walk` does."""
@@ -221,8 +223,9 @@ def reroute(
     chosen = rule.choose(order, scores, probabilities_E.tolist(), resident, len(own), mean_range)
     if {*chosen} == {*own}:
         return None
-    chosen.sort(key=lambda expert: (-scores[expert], -expert))
-    return chosen, mixed(logits_E, probabilities_E, stock_K, weights_K, chosen, renormalised).astype(np.float32)
+    logs_E = logits_E if logs_E is None else logs_E
+    chosen.sort(key=lambda expert: (-logs_E[expert], -expert))  # by weight
+    return chosen, mixed(logs_E, probabilities_E, stock_K, weights_K, chosen, renormalised).astype(np.float32)
 
 
 def rank(logits_TE: np.ndarray, stock_TK: np.ndarray) -> np.ndarray:
@@ -235,7 +238,7 @@ def rank(logits_TE: np.ndarray, stock_TK: np.ndarray) -> np.ndarray:
 
 
 def mixed(
-    logits_E: np.ndarray,
+    logs_E: np.ndarray,
     probabilities_E: np.ndarray,
     stock_K: np.ndarray,
     weights_K: np.ndarray,
@@ -246,6 +249,6 @@ def mixed(
     probabilities times a factor, or shares of their sum."""
     total = weights_K.sum()
     if renormalised:
-        powers = np.exp(logits_E[chosen_K] - logits_E[chosen_K].max())
+        powers = np.exp(logs_E[chosen_K] - logs_E[chosen_K].max())
         return total * powers / powers.sum()
     return total / probabilities_E[stock_K].sum() * probabilities_E[chosen_K]

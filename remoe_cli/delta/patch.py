@@ -67,7 +67,7 @@ def put(model: "nn.Module", gates: dict[str, "torch.Tensor"]) -> None:
     """Copies gates (in-memory name -> tensor) into the model, cast to its dtype and device; nothing else is touched."""
     import torch
 
-    parameters = dict(model.named_parameters())
+    parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a selection bias is a buffer
     with torch.no_grad():
         for name, tensor in gates.items():
             parameters[name].copy_(tensor)

@@ -84,7 +84,8 @@ def expert_layers(
             memory, shape = f"{prefix}.{name}", tuple(parameter.shape)
             if shape[0] != gate.n_experts:
                 raise FamilyError(
-                    f"{memory} is {list(shape)}, not one row for each of {gate.n_experts} experts.", "remoe eval demo"
+                    f"{gate.family.model_type}: {memory} is {list(shape)}, not one row for each of {gate.n_experts} experts.",
+                    "remoe eval demo",
                 )
             found = sources.get(memory, [])
             if memory in merges:
@@ -92,6 +93,11 @@ def expert_layers(
             else:
                 pieces = _fused(checkpoint, memory, shape, found)
             parts.append(ExpertPart(name, shape[1:], pieces))
+        if not parts:
+            raise FamilyError(
+                f"{gate.family.model_type}: {prefix} has no parameters of its own, so no expert can be told from the others.",
+                "remoe eval demo",
+            )
         layers.append(ExpertLayer(gate.layer, gate.experts, gate.n_experts, gate.top_k, tuple(parts)))
     return layers
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from remoe_cli.families.base import Gate
+from remoe_cli.families.scores import Score, SOFTMAX
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ class Heads:
     def of_gates(cls, gates: Sequence[Gate], kinds: Collection[str]) -> Heads:
         """The published start, as copies: temporal = the layer's gate, spatio = the next layer's, of the last layer the
         first's. A gate's bias is not taken."""
-        own = [gate.parameters[gate.names[0]] for gate in gates]
+        own = [gate.weight for gate in gates]
         start = {"temporal": own, "spatio": [*own[1:], *own[:1]]}
         return cls(**{kind: [_copy(weight) for weight in start[kind]] for kind in kinds})
 
@@ -42,10 +43,11 @@ class Heads:
     def to(self, device: torch.device | str) -> Heads:
         return Heads(**{kind: [weight.to(device) for weight in getattr(self, kind)] for kind in self.kinds})
 
-    def probabilities(self, kind: str, layer: int, hidden_ND: torch.Tensor) -> torch.Tensor:
-        """[N, E]: softmax in the head's own precision. layer: index among the MoE layers; hidden: the gate's own input."""
+    def probabilities(self, kind: str, layer: int, hidden_ND: torch.Tensor, score: Score = SOFTMAX) -> torch.Tensor:
+        """[N, E] in the head's own precision. layer: index among the MoE layers; hidden: the gate's own input; score: how
+        the gate beside it scores."""
         weight = getattr(self, kind)[layer]
-        return (hidden_ND.to(weight.dtype) @ weight.T).softmax(-1)
+        return score.log(hidden_ND.to(weight.dtype) @ weight.T).softmax(-1)
 
 
 def _copy(weight: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32}  # tables beside the weights, such as which expert a token id takes
 
 
 def compute_dtype(checkpoint: Checkpoint, device: str, wanted: str = "auto") -> torch.dtype:
@@ -98,23 +99,24 @@ def renamed(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, tuple
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
     prefix = model.base_model_prefix
-    return {key: rename_source_key(key, renamings, converters, prefix, state) for key in checkpoint.tensors}
+    found = {key: rename_source_key(key, renamings, converters, prefix, state) for key in checkpoint.tensors}
+    # a rule that leads nowhere is none (deepseek_v4's final norm)
+    return {key: (key, None) if to[0] not in state and key in state else to for key, to in found.items()}
 
 
 def gate_disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, str]:
-    """In-memory gate parameter -> on-disk name: the loader's renaming, inverted, must agree with the family's table.
+    """In-memory gate parameter -> on-disk name: the loader's renaming, inverted, must agree with the family's row. Selection
+    biases come too, which a delta may hold beside gates.
 
     Raises FamilyError where they disagree, where a gate is not on disk, or where it is stored quantised.
     """
-    from remoe_cli.families import FAMILIES
-
-    family = FAMILIES[model.config.model_type]
     on_disk = {memory: disk for disk, (memory, _) in renamed(model, checkpoint).items()}
     names = {}
     for gate in find_gates(model):
+        family = gate.family
         for memory, tensor in zip(gate.names, family.tensors, strict=True):
             disk, expected = on_disk.get(memory), family.disk_name(gate.layer, tensor)
-            if disk is None or not disk.endswith(expected):
+            if disk is None or not f".{disk}".endswith(f".{expected}"):
                 raise FamilyError(
                     f"{family.model_type}: the gate {memory} should be {expected} on disk, the loader reads {disk}.",
                     "pip install -U remoe-cli transformers",
@@ -125,6 +127,8 @@ def gate_disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[st
                     f"remoe finetune a bf16 copy of {checkpoint.id}",
                 )
             names[memory] = disk
+        if gate.bias in on_disk:
+            names[gate.bias] = on_disk[gate.bias]
     return names
 
 
@@ -204,7 +208,8 @@ def load_without_experts(
     dense = {}
     for disk, (memory, _) in memory_names.items():
         if memory in dense_names:
-            _require_readable(checkpoint, checkpoint.tensors[disk].dtype)
+            if checkpoint.tensors[disk].dtype not in _INTEGERS:
+                _require_readable(checkpoint, checkpoint.tensors[disk].dtype)
             dense[disk] = _Stored(checkpoint.tensors[disk])
     with _loading(checkpoint):
         plan = LoadStateDictConfig(
@@ -248,9 +253,11 @@ def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel"
 
     with _loading(checkpoint):
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
+        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if cls.config_class is not type(config):
+            config = config.get_text_config()
         config.dtype = dtype
         config._experts_implementation = "eager"
-        cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with ContextManagers(cls.get_init_context(dtype, False, False, False)):
             return cls(config)
 
@@ -317,4 +324,4 @@ class _Stored:
                 if not got:
                     raise OSError(f"{info.file} ends inside a tensor")
                 rest = rest[got:]
-        return raw.view(DTYPES[info.dtype]).view(info.shape)
+        return raw.view({**DTYPES, **_INTEGERS}[info.dtype]).view(info.shape)

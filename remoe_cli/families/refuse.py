@@ -1,26 +1,37 @@
 """Which models are refused before any weight is downloaded, and in which words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from remoe_cli.errors import FamilyError
 
-# Config keys with which transformers' MoE configs name their expert count.
+if TYPE_CHECKING:
+    from remoe_cli.families.base import Gate
+
+# Config keys with which transformers' MoE configs name their expert count, and how many of them a token runs.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+_TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 
 
-def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str]) -> None:
-    """Raises FamilyError for a dense, quantised or unknown model type, or expert counts that cannot be; else None."""
+def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wrappers: Mapping[str, str]) -> None:
+    """Raises FamilyError for a dense, quantised or unknown model type, or expert counts that cannot be; else None.
+
+    wrappers: multimodal model type -> the supported type of its text part.
+    """
     model_type = config.get("model_type")
     allowed = f"Supported families: {', '.join(supported)}."
-    experts = _n_experts(config) or _n_experts(config.get("text_config"))
+    experts = _n_experts(config)
     if experts < 2:
         raise FamilyError(
             f"{model} is a dense model (model_type {model_type!r}, no experts in its config): it has no gate to tune. {allowed}",
             "remoe finetune demo",
         )
-    if model_type not in supported:
+    if model_type not in supported and model_type not in wrappers:
+        native = "auto_map" not in config
+        code = "" if native else " and which brings code of its own, which remoe never runs"
         raise FamilyError(
-            f"{model} is of the family {model_type!r}, which remoe does not know yet. {allowed}", "remoe finetune demo"
+            f"{model} is of the family {model_type!r}, which remoe does not know yet{code}. {allowed}",
+            "remoe finetune demo",
         )
     quantised = config.get("quantization_config")
     if quantised:
@@ -29,17 +40,47 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str]) ->
             f"{model} is stored quantised ({method or 'unknown method'}); remoe reads bf16, fp16 and fp32 layouts of {model_type}.",
             f"remoe finetune a bf16 copy of {model} (a local folder is fine)",
         )
-    if not 1 <= _count(config, "num_experts_per_tok") <= experts:
+    key, value = _top_k(config)
+    if type(value) is not int or not 1 <= value <= experts:
         raise FamilyError(
-            f"{model}: num_experts_per_tok in config.json is {config.get('num_experts_per_tok')!r}, "
-            f"not a whole number from 1 to its {experts} experts.",
+            f"{model}: {key} in config.json is {value!r}, not a whole number from 1 to its {experts} experts.",
             "copy or download the model's config.json again",
         )
 
 
-def _n_experts(config: object) -> int:
-    """0 where config is no table or holds no count."""
-    return max(_count(config, key) for key in _EXPERT_KEYS) if isinstance(config, dict) else 0
+def top_k_of(config: dict) -> int:
+    """Experts a token, of a config.json that `refuse_if_unsupported` passed."""
+    return int(_top_k(config)[1])  # type: ignore[call-overload]
+
+
+def require_reroutable(gate: "Gate") -> None:
+    """Raises FamilyError where nobody knows what another choice of experts would weigh."""
+    if not gate.family.reroutes:
+        raise FamilyError(
+            f"{gate.family.model_type}: its routing weights are no shares of its scores, so its choices are not bent.",
+            "remoe reroute demo",
+        )
+
+
+def _top_k(config: dict) -> tuple[str, object]:
+    """The key under which a config.json says how many experts a token runs, and its value (of a list of equal ones, one)."""
+    for part in _parts(config):
+        for key in _TOP_K_KEYS:
+            if key in part:
+                value = part[key]
+                alike = isinstance(value, list) and len({*map(str, value)}) == 1
+                return key, value[0] if alike else value
+    return _TOP_K_KEYS[0], None
+
+
+def _n_experts(config: dict) -> int:
+    """0 where config holds no count."""
+    return max(_count(part, key) for part in _parts(config) for key in _EXPERT_KEYS)
+
+
+def _parts(config: dict) -> list[dict]:
+    """A config.json, and the parts of it that may speak of experts."""
+    return [config, *(part for key in ("text_config", "ffn_config") if isinstance(part := config.get(key), dict))]
 
 
 def _count(config: dict, key: str) -> int:

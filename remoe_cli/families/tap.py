@@ -9,18 +9,26 @@ from typing import NamedTuple, TYPE_CHECKING
 
 from remoe_cli.errors import FamilyError
 from remoe_cli.families.base import Gate
+from remoe_cli.families.scores import Score, SOFTMAX
 
 if TYPE_CHECKING:
     import torch
 
 
 class Routed(NamedTuple):
-    """One layer's pass, as the router itself computed it (graph kept): the indices are the model's own."""
+    """One layer's pass, as the router itself computed it (graph kept): the indices are the model's own. hidden: the gate's own
+    input; score: the family's."""
 
     hidden_ND: torch.Tensor
     logits_NE: torch.Tensor
     weight_NK: torch.Tensor
     choice_NK: torch.Tensor
+    score: Score = SOFTMAX
+
+    @property
+    def probabilities_NE(self) -> torch.Tensor:
+        """P, fp32."""
+        return self.score.probabilities(self.logits_NE)
 
 
 class RouterTap:
@@ -33,13 +41,14 @@ class RouterTap:
     def __init__(self, gates: list[Gate]) -> None:
         self._gates = gates
         self._seen: dict[int, Routed] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
         self._open = False
         self._handles: list = []
 
     def __enter__(self) -> RouterTap:
         for gate in self._gates:
-            hook = self._hook(gate.layer)
-            self._handles.append(gate.router.register_forward_hook(hook))
+            self._handles.append(gate.input.register_forward_pre_hook(self._input(gate.layer)))
+            self._handles.append(gate.router.register_forward_hook(self._hook(gate)))
         self.start()
         return self
 
@@ -51,6 +60,7 @@ class RouterTap:
     def start(self) -> None:
         """Forgets what was recorded and records the next pass."""
         self._seen.clear()
+        self._hidden.clear()
         self._open = True
 
     def take(self) -> list[Routed]:
@@ -64,18 +74,19 @@ class RouterTap:
             )
         routed = [self._seen[gate.layer] for gate in self._gates]
         self._seen.clear()
+        self._hidden.clear()
         return routed
 
-    def _hook(self, layer: int):
-        def record(_module, inputs, outputs) -> None:
-            if self._open and layer not in self._seen:
-                logits_NE, weight_NK, choice_NK = outputs
-                hidden_ND = inputs[0].reshape(-1, inputs[0].shape[-1])
-                self._seen[layer] = Routed(hidden_ND, logits_NE, weight_NK, choice_NK)
+    def _input(self, layer: int):
+        def record(_module, inputs) -> None:
+            if self._open and layer not in self._hidden:
+                self._hidden[layer] = inputs[0].reshape(-1, inputs[0].shape[-1])
 
         return record
 
+    def _hook(self, gate: Gate):
+        def record(_module, _inputs, outputs) -> None:
+            if self._open and gate.layer not in self._seen:
+                self._seen[gate.layer] = Routed(self._hidden[gate.layer], *gate.read(outputs), gate.score)
 
-def probabilities(logits_NE: torch.Tensor) -> torch.Tensor:
-    """P [N, E] in fp32: softmax over the routed experts, shared ones left out (ReMoE, section 3)."""
-    return logits_NE.float().softmax(-1)
+        return record

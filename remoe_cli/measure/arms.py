@@ -110,12 +110,12 @@ def measure_resident(
     The model is gone afterwards: no expert may stay resident while they are measured on disk."""
     model = load_resident(checkpoint, dtype, device)
     gates, stored = find_gates(model), gate_disk_names(model, checkpoint)
-    own = {name for gate in gates for name in gate.names}
+    own = {name for gate in gates for name in (*gate.names, *gate.biases)}
     deltas = {arm.name: {} if arm.delta is None else arm.delta.tensors for arm in arms}
     changed = {name: in_memory(model, checkpoint, tensors) for name, tensors in deltas.items()}
     heads = {arm.name: None if arm.delta is None else heads_for(arm.delta, stored, gates) for arm in arms}
     everything = own.union(*changed.values())
-    stock = {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name in everything}
+    stock = {name: tensor.detach().clone() for name, tensor in model.state_dict().items() if name in everything}
     measured: dict[str, dict[str, Measured]] = {name: {} for name in samples}
     for arm in arms:
         put(model, {**stock, **changed[arm.name]})

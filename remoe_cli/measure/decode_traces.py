@@ -11,7 +11,6 @@ import torch
 from remoe_cli.families import Gate, Heads, Routed, RouterTap
 from remoe_cli.families.experts import recorded_order
 from remoe_cli.families.loader import kept_cache
-from remoe_cli.families.tap import probabilities as softmax
 from remoe_cli.report.figures import Decoded
 from remoe_cli.routing.trace import RoutingTrace
 
@@ -133,9 +132,11 @@ def recorded(routed: list[Routed], probabilities: bool, heads: Heads | None) -> 
     experts, weights = canonical(routed)
     found = {"experts": experts, "weights": weights}
     if probabilities:
-        found["probabilities"] = _halves([softmax(layer.logits_NE) for layer in routed])
+        found["probabilities"] = _halves([layer.probabilities_NE for layer in routed])
     for kind in heads.kinds if heads is not None else ():
-        found[kind] = _halves([heads.probabilities(kind, at, layer.hidden_ND) for at, layer in enumerate(routed)])  # type: ignore[union-attr]
+        assert heads is not None
+        scored = [heads.probabilities(kind, i, layer.hidden_ND, layer.score) for i, layer in enumerate(routed)]
+        found[kind] = _halves(scored)
     return found
 
 

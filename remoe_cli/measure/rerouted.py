@@ -8,7 +8,7 @@ Shape letters: B rows, T slots a row, N = B * T, L MoE layers, E routed experts,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from remoe_cli.cache import ExpertCache
 from remoe_cli.cache.policies import choose
 from remoe_cli.cache.reroute import Rule, walk, Walked
 from remoe_cli.errors import DataError, FamilyError
-from remoe_cli.families import FAMILIES, Gate, probabilities
+from remoe_cli.families import Gate
 from remoe_cli.families.experts import recorded_order
+from remoe_cli.families.refuse import require_reroutable
 from remoe_cli.measure.text import row_sums
 from remoe_cli.objectives.remoe import PADDING, Segments
 from remoe_cli.report.metrics import TextRows
@@ -61,12 +62,14 @@ class Rerouter:
     def __init__(
         self, gates: Sequence[Gate], rule: Rule | None, new_cache: Callable[[int], ExpertCache], *, renormalised: bool
     ) -> None:
+        if rule is not None:
+            require_reroutable(gates[0])
         self._gates, self._rule, self._new_cache, self._renormalised = gates, rule, new_cache, renormalised
         self._handles: list = []
 
     def __enter__(self) -> "Rerouter":
         self._handles = [
-            gate.router.register_forward_hook(self._hook(gate.layer, place)) for place, gate in enumerate(self._gates)
+            gate.router.register_forward_hook(self._hook(gate, place)) for place, gate in enumerate(self._gates)
         ]
         return self
 
@@ -99,11 +102,14 @@ class Rerouter:
             np.stack(chances, 1),
         )
 
-    def _hook(self, layer: int, place: int):
+    def _hook(self, gate: Gate, place: int):
+        layer = gate.layer
+
         def reroute(_module, _inputs, outputs):
-            logits, weight, choice = outputs
-            chances_NE = probabilities(logits).cpu().numpy()
-            logits_NE, weight_NK = logits.float().cpu().numpy(), weight.float().cpu().numpy()
+            logits, weight, choice = gate.read(outputs)
+            chances_NE = gate.score.probabilities(logits).cpu().numpy()
+            logits_NE, weight_NK = gate.ranking(logits).cpu().numpy(), weight.float().cpu().numpy()
+            logs_NE = gate.score.log(logits).float().cpu().numpy()
             order_NK = recorded_order(choice.cpu().numpy(), weight_NK)
             stock_NK = np.take_along_axis(choice.cpu().numpy(), order_NK, -1)
             weight_NK = np.take_along_axis(weight_NK, order_NK, -1)
@@ -113,7 +119,7 @@ class Rerouter:
                 cache = self._new_cache(place)
                 walked = walk(
                     self._rule, cache, logits_NE[request], chances_NE[request], stock_NK[request], weight_NK[request],
-                    renormalised=self._renormalised,
+                    renormalised=self._renormalised, logs_TE=logs_NE[request],
                 )  # fmt: skip
                 for whole, part in zip(done, walked, strict=True):
                     whole[request] = part
@@ -179,9 +185,7 @@ def measure_rerouted(
     parts: list[tuple[np.ndarray, ...]] = []
     lengths: list[int] = []
     counts, changed = Counts(0, 0, 0), 0
-    config: Any = model.config
-    renormalised = FAMILIES[config.model_type].renormalised(config.to_dict())
-    with Rerouter(gates, rule, new_cache, renormalised=renormalised) as rerouter:
+    with Rerouter(gates, rule, new_cache, renormalised=gates[0].renormalised) as rerouter:
         for packed in batches(stretches(documents, sequence), sequence, min(batch, rows)):
             packed = packed._replace(
                 ids_BT=packed.ids_BT[: rows - len(sums)], document_BT=packed.document_BT[: rows - len(sums)]

@@ -62,11 +62,6 @@ class Routing(NamedTuple):
     spatio_LNE: Tensor | None = None
 
 
-def log_probabilities(logits_NE: Tensor) -> Tensor:
-    """log P, at least fp32: the logarithm of `families.probabilities`, without its underflow to log 0."""
-    return F.log_softmax(logits_NE, -1, dtype=torch.promote_types(logits_NE.dtype, torch.float32))
-
-
 def cross_entropy(logits_BTV: Tensor, ids_BT: Tensor, segments: Segments, learned_BT: Tensor | None = None) -> Tensor:
     """Sum of -log p over every learned token that follows another one of its document; a document's first is not
     predicted. learned_BT: bool, True where a token is a target; None: all are."""

@@ -8,8 +8,9 @@ Shape letters: B requests, N tokens of a pass (B x its length), H hidden, K expe
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from remoe_cli.cache import ExpertCache, scores_ahead
 from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.together import touch_order
-from remoe_cli.families import Gate, Heads, probabilities
+from remoe_cli.families import Gate, Heads
 from remoe_cli.families.experts import ExpertLayer, recorded_order
 from remoe_cli.offload.compute import Parts, run_expert, SingleToken
 from remoe_cli.offload.layout import Layout
@@ -85,13 +86,21 @@ class ExpertBlock:
         self._leaving: set[int] = set()
         self._touched: list[int] = []
         self._choice_NK = np.empty((0, 0), np.int64)
-        self._route = gate.router.forward
+        self._gate = gate
+        self._route = partial(gate.family.call, gate, gate.router.forward)
         self._routed: Any = None
-        gate.router.forward = lambda *_: self._routed
         layer.module.forward = self._run
-        self._share = gate.shared.forward if gate.shared is not None else None
+        self._share: Callable | None = None
         self._shared: torch.Tensor | None = None
+        self._own_input: torch.Tensor | None = None
+        if gate.input is not gate.router:
+            gate.input.register_forward_pre_hook(self._keep_input)
+        if not gate.family.early:
+            gate.router.forward = self._at_router
+            return
+        gate.router.forward = lambda *_: self._routed
         if gate.shared is not None:
+            self._share = gate.shared.forward
             gate.shared.forward = lambda x: self._shared.view(x.shape)  # type: ignore[union-attr]
         gate.block.register_forward_pre_hook(self._before)
 
@@ -115,18 +124,28 @@ class ExpertBlock:
         """Hits, misses, evictions and loads ahead of need of its cache so far."""
         return self.cache.hits, self.cache.misses, self.cache.evictions, self.cache.proactive
 
+    def _keep_input(self, _module: torch.nn.Module, args: tuple) -> None:
+        self._own_input = args[0]
+
+    def _at_router(self, x: torch.Tensor, *_: Any) -> Any:
+        """Where the router's input is made inside its block: as late as the stock block asks."""
+        self._before(self._gate.router, (x,))
+        return self._routed
+
     def _before(self, _module: torch.nn.Module, args: tuple) -> None:
         x_NH = args[0].reshape(-1, args[0].shape[-1])
         self._to("router")
         self._routed = self._route(x_NH)
-        logits, *routing = self._routed[:3]
+        logits, *routing = self._gate.read(self._routed)
+        hidden_ND = x_NH if self._own_input is None else self._own_input
         for kind in self.scores:
-            routing.append(self._scored(kind, logits, x_NH).half())
+            routing.append(self._scored(kind, logits, hidden_ND).half())
         if self.bend is not None:
-            routing += [logits.float(), probabilities(logits)]
+            score = self._gate.score
+            routing += [self._gate.ranking(logits), score.log(logits).float(), score.probabilities(logits)]
         guesses = self.guess and not self._ledger.in_prefill and self.next._index > self._index
         if guesses:  # what the next layer's gate would choose for this layer's hidden state
-            routing += self.next._route(x_NH)[1:3]
+            routing += self.next._gate.read(self.next._route(x_NH))[1:]
         # one transfer, so that a GPU is waited for once a layer; float64 holds ids and weights exactly
         found = torch.cat([part.double() for part in routing], -1).cpu().numpy()
         weight_NK, choice_NK, *others = np.split(found, np.cumsum([part.shape[-1] for part in routing])[:-1], -1)
@@ -140,8 +159,7 @@ class ExpertBlock:
         if self.bend is not None:
             resident = None if self._ledger.in_prefill else self.cache.resident
             own_NK = np.take_along_axis(weight_NK, order_NK, -1)
-            logits_NE, chances_NE = others[len(self.scores) :][:2]
-            bent = self.bend.choose(logits_NE, chances_NE, experts_NK, own_NK, resident)
+            bent = self.bend.choose(*others[len(self.scores) :][:3], experts_NK, own_NK, resident)
             if bent is not None:
                 self._ledger.rerouted += len({*bent[0]} - {*experts_NK[0].tolist()})
                 experts_NK, weights_NK = np.array([bent[0]], np.int16), bent[1][None].astype(np.float16)
@@ -248,12 +266,12 @@ class ExpertBlock:
         while self._ahead:
             self._tiers.wait(self._ahead.popitem()[1])
 
-    def _scored(self, kind: str, logits: torch.Tensor, x_NH: torch.Tensor) -> torch.Tensor:
+    def _scored(self, kind: str, logits: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, E]"""
         if kind == "probabilities":
-            return probabilities(logits)
+            return self._gate.score.probabilities(logits)
         assert self.heads is not None
-        return self.heads.probabilities(kind, self._index, x_NH)
+        return self.heads.probabilities(kind, self._index, hidden_ND, self._gate.score)
 
     def _last(self, kind: str) -> np.ndarray | None:
         """[E], the scores of the last token that passed; as traces hold them, float16."""

@@ -8,6 +8,7 @@ import torch
 
 from remoe_cli import memory
 from remoe_cli.errors import CacheError, command, MemoryShortError
+from remoe_cli.families import top_k_of
 from remoe_cli.families.experts import ExpertLayer
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 from remoe_cli.sizes import show_size
@@ -124,15 +125,21 @@ def require(
 
 def request_bytes(config: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
     """The attention cache of so many tokens, and about what the widest layers hold of a prompt while it passes."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    top_k, config = top_k_of(config), config.get("text_config") or config
+    heads, hidden = (
+        config.get("num_attention_heads") or config["n_heads"],
+        config.get("hidden_size") or config["d_model"],
+    )
+    layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
     if config.get("kv_lora_rank"):
         a_head = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         kept = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
         a_head = config.get("head_dim") or hidden // heads
         kept = 2 * a_head * (config.get("num_key_value_heads") or heads)
-    passing = hidden * (2 * config["num_experts_per_tok"] + 8) + 4 * heads * a_head + 4 * config["intermediate_size"]
-    return tokens * dtype.itemsize * (config["num_hidden_layers"] * kept + passing)
+    inner = [size for key, size in config.items() if key.endswith("intermediate_size") and isinstance(size, int)]
+    passing = hidden * (2 * top_k + 8) + 4 * heads * a_head + 4 * max(inner, default=4 * hidden)
+    return tokens * dtype.itemsize * (layers * kept + passing)
 
 
 def require_more(model: str, device: torch.device, nbytes: int) -> None:

@@ -10,7 +10,8 @@ from remoe_cli.cache.expert_cache import unfit
 from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, DeltaError, UsageError
-from remoe_cli.families import Heads, KINDS
+from remoe_cli.families import Gate, Heads, KINDS
+from remoe_cli.families.refuse import require_reroutable
 from remoe_cli.offload.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ def check_cache(
         )
 
 
-def check_rule(rule: Rule, top_k: int, n_experts: int, batch: int) -> None:
-    """Raises UsageError for a rule that does not fit the model, or a batch."""
-    rule.check(top_k, n_experts)
+def check_rule(rule: Rule, gate: Gate, batch: int) -> None:
+    """Raises UsageError for a rule that does not fit the model, or a batch, FamilyError for a model that can't be rerouted."""
+    require_reroutable(gate)
+    rule.check(gate.top_k, gate.n_experts)
     if batch > 1:
         raise UsageError("rerouting bends one token at a time: it takes no batch.", "remoe decode demo --cache 8")
 

@@ -11,7 +11,7 @@ from remoe_cli.cache import choose, ExpertCache
 from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import UsageError
-from remoe_cli.families import FAMILIES, family_of, find_gates, Heads
+from remoe_cli.families import family_of, find_gates, Heads, top_k_of
 from remoe_cli.families.experts import ExpertLayer
 from remoe_cli.families.loader import (
     compute_dtype,
@@ -72,7 +72,7 @@ class OffloadedDecoder:
     ) -> None:
         family = family_of(checkpoint.config, checkpoint.id)
         self.checkpoint = checkpoint
-        self.top_k = checkpoint.config["num_experts_per_tok"]
+        self.top_k = top_k_of(checkpoint.config)
         self.device = torch.device(device)
         self.dtype = dtype or compute_dtype(checkpoint, device)
         self.threads = threads
@@ -126,7 +126,7 @@ class OffloadedDecoder:
         absorb(self._model)
         self.disk_names = gate_disk_names(self._model, self.checkpoint)
         self.gates = find_gates(self._model)
-        self._gates = {name: p for gate in self.gates for name, p in gate.parameters.items()}
+        self._gates = {name: p for gate in self.gates for name, p in {**gate.parameters, **gate.biases}.items()}
         self._base = {name: parameter.detach().clone() for name, parameter in self._gates.items()}
         self._timeline = Timeline(self.device)
         mark_attention(self._model, self._timeline.to)
@@ -181,7 +181,7 @@ class OffloadedDecoder:
         settings = replace(settings, ram=self.settings.ram)
         check_cache(self, capacity, policy, admission, batch, settings)
         if reroute is not None:
-            check_rule(reroute, self.top_k, self.n_experts, batch)
+            check_rule(reroute, self.gates[0], batch)
         self._kept = False
         self._tiers.settle()
         self.settings = settings
@@ -189,11 +189,9 @@ class OffloadedDecoder:
         self.policy, self.admission, self.batch = policy, admission, batch
         self.staging = self._staging(capacity, admission, batch)
         self._tiers.throttle = settings.throttle
-        config = self._model.config
-        renormalised = FAMILIES[config.model_type].renormalised(config.to_dict())
         for block in self._blocks:
             block.guess = settings.guess
-            block.bend = None if reroute is None else Bend(reroute, renormalised=renormalised)
+            block.bend = None if reroute is None else Bend(reroute, renormalised=self.gates[0].renormalised)
         self._allocate()
 
     def _allocate(self) -> None:

@@ -18,9 +18,10 @@ from remoe_cli.offload.compute import without_onednn
 
 
 def absorb(model: nn.Module) -> None:
-    """Attention modules that cache latents (`expand_kv`) attend to these as they are; others are left alone."""
+    """DeepSeek-V2's attention modules that cache latents (`expand_kv`) attend to these as they are; others, which turn their
+    queries and keys otherwise, are left alone."""
     for module in model.modules():
-        if hasattr(module, "expand_kv") and hasattr(module, "kv_b_proj"):
+        if type(module).__name__ == "DeepseekV2Attention" and hasattr(module, "expand_kv"):
             module.forward = partial(_attend, module)
 
 

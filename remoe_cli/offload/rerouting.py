@@ -23,13 +23,14 @@ class Bend:
     def choose(
         self,
         logits_NE: np.ndarray,
+        logs_NE: np.ndarray,
         probabilities_NE: np.ndarray,
         experts_NK: np.ndarray,
         weights_NK: np.ndarray,
         resident: Set[int] | None,
     ) -> tuple[list[int], np.ndarray] | None:
         """The token's experts in recorded order and their weights [K] float32; None where the router's own stay. experts,
-        weights: its own, in recorded order. resident: None for a prompt, whose tokens only count towards the mean range."""
+        weights: its own, in recorded order. logits: what the router ranks by; logs: of its scores. resident: None for a prompt, whose tokens only count towards the mean range."""
         logits_NE = logits_NE.astype(np.float32)
         ranges_N = logits_NE.max(axis=1) - logits_NE.min(axis=1)
         self._ranges = float(np.cumsum([self._ranges, *ranges_N.tolist()], dtype=np.float64)[-1])
@@ -39,4 +40,5 @@ class Bend:
         return reroute(
             self._rule, resident, rank(logits_NE, experts_NK)[0].tolist(), logits_NE[0], probabilities_NE[0].astype(np.float32),
             experts_NK[0], weights_NK[0].astype(np.float32), self._ranges / self._tokens, renormalised=self._renormalised,
+            logs_E=logs_NE[0].astype(np.float32),
         )  # fmt: skip

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch import nn, Tensor
-from torch.nn import functional as F
 
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import DataError, RemoeError, TrainingError
-from remoe_cli.families import FAMILIES, Gate, Heads, RouterTap
+from remoe_cli.families import Gate, Heads, RouterTap
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives import OBJECTIVES
-from remoe_cli.objectives.remoe import cross_entropy, distillation, log_probabilities, overlap, ramp, Routing, Segments
+from remoe_cli.objectives.remoe import cross_entropy, distillation, overlap, ramp, Routing, Segments
 from remoe_cli.recipe import Recipe, Train
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
@@ -305,15 +304,17 @@ class _Loop:
         return torch.stack(shares)
 
     def _routing(self, routed: list[Routed]) -> Routing:
-        logp_LNE = torch.stack([log_probabilities(layer.logits_NE) for layer in routed])
+        logp_LNE = torch.stack([layer.score.log_probabilities(layer.logits_NE) for layer in routed])
         with torch.no_grad():
             references = [
-                log_probabilities(F.linear(layer.hidden_ND.to(base[0].dtype), *base))
-                for layer, base in zip(routed, self.base, strict=True)
+                layer.score.log_probabilities(gate.logits(layer.hidden_ND, *base))
+                for gate, layer, base in zip(self.gates, routed, self.base, strict=True)
             ]
         choices, heads = torch.stack([layer.choice_NK for layer in routed]), self.scope.heads
         foreseen = {
-            f"{kind}_LNE": torch.stack([heads.probabilities(kind, i, one.hidden_ND) for i, one in enumerate(routed)])
+            f"{kind}_LNE": torch.stack(
+                [heads.probabilities(kind, i, one.hidden_ND, one.score) for i, one in enumerate(routed)]
+            )
             for kind in heads.kinds
         }
         return Routing(logp_LNE, torch.stack(references), choices, **foreseen)
@@ -331,7 +332,7 @@ def _prepare(model: "PreTrainedModel", gates: Sequence[Gate], scope: str) -> lis
             holder.router_aux_loss_coef = 0.0
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    if scope == "gates" and gates[0].top_k == 1 and FAMILIES[config.model_type].renormalised(config.to_dict()):
+    if scope == "gates" and gates[0].top_k == 1 and gates[0].renormalised:
         notes.append("top_k is 1 and its weight is renormalised to 1: cross entropy gives the gates no gradient")
     _use_grouped_mm(model)
     return notes

@@ -1,0 +1,199 @@
+"""Every family, held to the same promises: see rows.py for the rows, docs/families.md for what is not applicable and why."""
+
+import copy
+
+import pytest
+import torch
+from training import CE_ONLY, documents_of, recipe_of
+
+from conformance.rows import EXPERTS, HIDDEN, LAYERS, PRESENT, ROWS, TOP_K
+from remoe_cli.apply import apply
+from remoe_cli.delta import Delta, put
+from remoe_cli.families import FAMILIES, find_gates, RouterTap
+from remoe_cli.families.loader import kept_cache, load_resident
+from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.offload import OffloadedDecoder
+from remoe_cli.recipe import Objective
+from remoe_cli.train.packing import batches
+from remoe_cli.train.trainer import _Loop, train
+
+PROMPT, NEW = [5, 17, 80, 3, 99, 41, 64, 12], 6
+IDS = torch.tensor([PROMPT, PROMPT[::-1]])
+LOCALITY = Objective(trust=0.0, scale=5.0)  # Trust compares with gates on hidden states that move with the gates
+
+
+def rows(suite: str):
+    """The rows of the suite that this family passes."""
+    names = [name for name, row in PRESENT.items() if suite not in row.gaps and (suite != "gguf" or row.gguf)]
+    return pytest.mark.parametrize("built", names, indirect=True, ids=str)
+
+
+def test_every_family_has_a_row():
+    assert {*ROWS} == {*FAMILIES}
+
+
+@rows("gates")
+def test_gates_are_found(built):
+    layers = [n for n in range(built.row.layers) if n not in built.row.dense]
+    assert [gate.layer for gate in built.gates] == layers
+    for gate in built.gates:
+        assert gate.weight.shape == (built.row.experts, HIDDEN) and gate.top_k == TOP_K
+        assert (gate.bias != "") == built.row.bias
+        assert gate.selection_bias is None or gate.selection_bias.shape == (built.row.experts,)
+    tensors = FAMILIES[built.model_type].tensors
+    names = [name for gate in built.gates for name in gate.names]
+    assert len(names) == len(layers) * len(tensors)
+    biases = [name for gate in built.gates for name in gate.biases]
+    assert {*names, *biases} == {*built.disk_names}
+
+
+@rows("names")
+def test_gates_have_their_names_and_values_on_disk(built):
+    parameters = built.model.state_dict()
+    for memory, disk in built.disk_names.items():
+        assert torch.equal(parameters[memory], built.checkpoint.read(disk))
+
+
+@rows("choice")
+def test_recorded_choice_is_what_the_experts_were_called_with(built):
+    seen: dict[int, tuple] = {}
+    handles = [
+        gate.experts.register_forward_pre_hook(lambda _m, args, layer=gate.layer: seen.update({layer: args}))
+        for gate in built.gates
+    ]
+    with RouterTap(built.gates) as tap, torch.no_grad():
+        built.model(IDS)
+        routed = tap.take()
+    for handle in handles:
+        handle.remove()
+    for gate, layer in zip(built.gates, routed, strict=True):
+        assert layer.logits_NE.shape == (IDS.numel(), gate.n_experts)
+        assert layer.choice_NK.shape == layer.weight_NK.shape == (IDS.numel(), TOP_K)
+        assert all(len({*chosen}) == TOP_K for chosen in layer.choice_NK.tolist())
+        _assert_called_with(built.model_type, seen[gate.layer], layer)
+        again = gate.logits(layer.hidden_ND, *gate.parameters.values())
+        same = layer.score.log_probabilities(layer.logits_NE)
+        torch.testing.assert_close(layer.score.log_probabilities(again), same, rtol=1e-4, atol=1e-4)
+        assert torch.allclose(layer.probabilities_NE, same.exp(), atol=1e-6)
+
+
+def _assert_called_with(model_type: str, args: tuple, layer) -> None:
+    if model_type == "llama4_text":  # a copy of the tokens an expert, weighed, 0 where it was not chosen
+        ran_NE = args[0].abs().sum(-1).view(EXPERTS, -1).T > 0
+        chosen_NE = torch.zeros_like(ran_NE).scatter(1, layer.choice_NK, True)
+        assert torch.equal(ran_NE, chosen_NE)
+    elif model_type == "jetmoe":  # how many tokens each expert has, the tokens sorted by expert
+        assert args[1] == layer.choice_NK.flatten().bincount(minlength=EXPERTS).tolist()
+        order = layer.choice_NK.flatten().argsort(stable=True)
+        tokens = layer.hidden_ND.repeat_interleave(TOP_K, 0)[order]
+        assert torch.equal(tokens.sort(0).values, args[0].sort(0).values)
+    else:
+        assert torch.equal(args[1], layer.choice_NK) and torch.equal(args[2], layer.weight_NK)
+
+
+@rows("training")
+def test_nothing_but_gates_trains(built):
+    model = copy.deepcopy(built.model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (batch,) = batches(documents_of(24), 24, 1)
+    train(model, find_gates(model), [batch], recipe_of(steps=1, accumulation=1, lr=1e-2))
+    names = {name for gate in built.gates for name in gate.names}
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == names
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == names
+
+
+@rows("gradient")
+@pytest.mark.parametrize("objective", [CE_ONLY, LOCALITY], ids=["ce", "locality"])
+def test_gradient_equals_finite_differences(built, objective):
+    slope, difference = slopes(built.model, objective)
+    assert slope > 0 and difference == pytest.approx(slope, rel=0.01)
+
+
+def slopes(stock, objective: Objective) -> tuple[float, float]:
+    """Along the gradient, in all gates at once: its own length, and the central difference of the loss. Of a text whose tokens
+    keep their experts within the step."""
+    model = copy.deepcopy(stock).double()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    gates = find_gates(model)
+    base = {name: parameter.detach().clone() for gate in gates for name, parameter in gate.parameters.items()}
+    for seed in range(8):
+        put(model, base)
+        if (found := _slopes(model, gates, objective, seed)) is not None:
+            return found
+    raise AssertionError("experts change within the step, whatever the text")
+
+
+def _slopes(model, gates: list, objective: Objective, seed: int) -> tuple[float, float] | None:
+    (batch,) = batches(documents_of(16, seed=seed), 16, 1)
+    loop = _Loop(model, gates, recipe_of(objective, steps=1, accumulation=1, clip=1e9))
+    loop.gradients([batch], 1)
+    grads = {name: master.grad.clone() for name, master in loop.masters.tensors.items()}
+    length = sum(float(grad.double().square().sum()) for grad in grads.values()) ** 0.5
+    parameters = {name: parameter for gate in gates for name, parameter in gate.parameters.items()}
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+
+    def at(step: float) -> tuple[float, list]:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(start[name] + step * grads[name] / max(length, 1e-30))
+        with RouterTap(gates) as tap:
+            found = loop.gradients([batch], 1)["loss"]
+            return found, [layer.choice_NK.sort(-1).values for layer in tap.take()]
+
+    step = 1e-3
+    (above, one), (below, other) = at(step), at(-step)
+    return (length, (above - below) / (2 * step)) if all(map(torch.equal, one, other)) else None
+
+
+@rows("delta")
+def test_delta_and_patched_copy_give_the_tuned_logits(built, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    tuned = {name: built.checkpoint.read(disk) for name, disk in built.disk_names.items()}
+    tuned = {name: gate + 0.5 * torch.randn(gate.shape, generator=generator) for name, gate in tuned.items()}
+    model = load_resident(built.checkpoint, torch.float32, "cpu")  # a copy of gemma4 computes other last bits
+    put(model, tuned)
+    on_disk = {built.disk_names[name]: gate for name, gate in tuned.items()}
+    Delta.of(built.checkpoint, on_disk, "remoe", {}).save(tmp_path / "delta")
+    out = apply(str(tmp_path / "delta"), str(built.checkpoint.folder), tmp_path / "patched")
+    again = load_resident(Checkpoint.open(out), torch.float32, "cpu")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.equal(again(IDS).logits, expected)
+        assert not torch.equal(built.model(IDS).logits, expected)
+
+
+@rows("offload")
+def test_offloaded_equals_resident(built):
+    model = copy.deepcopy(built.model)
+    model.set_experts_implementation("eager")
+    assert len(built.checkpoint.files) > 2
+    with OffloadedDecoder(built.checkpoint, TOP_K + 1) as decoder:
+        done = decoder.decode(PROMPT, NEW, keep_logits=True)
+        whole = OffloadedDecoder(built.checkpoint, EXPERTS)
+        with whole:
+            logits = whole.decode(PROMPT, NEW, keep_logits=True).logits
+            assert torch.equal(logits, done.logits) or (
+                not built.row.exact and torch.allclose(logits, done.logits, atol=1e-5)
+            )
+    assert done.counts.misses > 0 and done.trace.n_layers == len(built.gates)
+    with torch.inference_mode():
+        out = model(torch.tensor([PROMPT]), use_cache=True)
+        logits = [out.logits[0, -1]]
+        for token in done.ids[:-1]:
+            out = model(torch.tensor([[token]]), use_cache=True, **kept_cache(out))
+            logits.append(out.logits[0, -1])
+    torch.testing.assert_close(done.logits, torch.stack(logits), rtol=1e-4, atol=1e-4)
+    assert [int(row.argmax()) for row in logits] == done.ids
+
+
+@rows("gguf")
+def test_gguf_names(built):
+    gguf = pytest.importorskip("gguf")
+    architecture = getattr(gguf.MODEL_ARCH, built.row.gguf)
+    names = gguf.get_tensor_name_map(architecture, LAYERS + 1)
+    for gate in built.gates:
+        for memory, tensor in zip(gate.names, FAMILIES[built.model_type].tensors, strict=True):
+            found = names.get_name(built.disk_names[memory], try_suffixes=(".weight", ".bias"))
+            assert found == f"blk.{gate.layer}.ffn_gate_inp.{tensor.rpartition('.')[2]}"
