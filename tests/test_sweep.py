@@ -232,6 +232,51 @@ def test_cross_entropy_alone_is_no_distillation(remoe, model, texts_file, tmp_pa
     assert (recipe.name, recipe.objective.target, recipe.objective.scale) == ("ce-only", "text", 0)
 
 
+def test_recipes_that_train_alike_share_a_control_and_heads_are_not_steered(remoe, model, texts_file, tmp_path):
+    recipes = [
+        word
+        for name in ("resident-mass", "soft-misses", "gate-cacherouter", "heads-only")
+        for word in ("--recipe", name)
+    ]
+    same = (
+        "schedule=constant",
+        "lr_warmup=0.1",
+        "weight_decay=0",
+        "lr=0.02",
+        "sequence=32",
+        "micro_batch=2",
+        "accumulation=1",
+    )
+    shared = [word for one in same for word in ("--set", f"train.{one}")] + [
+        "--set",
+        "data.format=prefix",
+        "--set",
+        "data.labels=all",
+    ]
+    asked = [
+        *recipes,
+        "--data",
+        texts_file,
+        "--steps",
+        "1",
+        "--weights",
+        "limit",
+        "--max-ppl",
+        "+5%",
+        *QUICK,
+        *shared,
+        "--set",
+        "objective.cache=3",
+    ]
+    report = report_of(remoe("sweep", model, *asked, "--cache", "3", "--out", tmp_path / "out", "--json"))
+    names = [arm["name"] for arm in report["arms"]]
+    assert names == ["base", "ce-only", "resident-mass +5%", "soft-misses +5%", "gate-cacherouter +5%", "heads-only x1"]
+    heads = report["arms"][-1]
+    assert heads["steering"] is None and heads["perplexity_change"] == 0
+    controls = {arm["steering"]["ce_only"]["run"] for arm in report["arms"] if arm["steering"]}
+    assert controls == {report["arms"][1]["run"]}
+
+
 def test_places_hold_the_reference_once():
     asked = Asked(capacities=(4, 2, 4), policies=("decayed:0.8",), ahead=(0, 3), admission="bypass")
     assert asked.places == [

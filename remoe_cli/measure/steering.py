@@ -148,7 +148,7 @@ def _is_control(one: Run, run: Run) -> bool:
     if one.status != "finished" or any(facts.get(key) != others.get(key) for key in _SAME) or not one.has_delta:
         return False
     recipe, other = one.recipe, run.recipe
-    return is_ce_only(recipe) and _same_training(recipe) == _same_training(other) and recipe.data == other.data
+    return is_ce_only(recipe) and same_training(recipe) == same_training(other) and recipe.data == other.data
 
 
 def is_ce_only(recipe: Recipe) -> bool:
@@ -158,8 +158,9 @@ def is_ce_only(recipe: Recipe) -> bool:
     return only and recipe.train.scope != "heads"
 
 
-def _same_training(recipe: Recipe) -> Train:
-    """Heads learn from locality alone, and nothing learns from them."""
+def same_training(recipe: Recipe) -> Train:
+    """What two runs of equal texts must share to be each other's control. Heads learn from locality alone, and nothing
+    learns from them."""
     scope = recipe.train.scope.removesuffix("+heads")
     return replace(recipe.train, scope=scope, max_ppl="off", save_seconds=0.0, checkpointing=False)
 
