@@ -118,7 +118,7 @@ def test_every_second_text_steers_and_nothing_else_sees_it():
         halves(replace(texts_of(2), heldout=[[1, 2]], domains=["a"]))
 
 
-def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
+def steered(folder, max_ppl="+1%", state=None, save=None, steps=40, objective=None, scope="gates"):
     """A run of the trainer alone, and its Steering."""
     folder.mkdir(exist_ok=True)
     run = Run(folder)
@@ -131,8 +131,9 @@ def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
         "accumulation": 1,
         "max_ppl": max_ppl,
         "save_seconds": 0.0,
+        "scope": scope,
     }
-    recipe = recipe_of(**settings)
+    recipe = recipe_of(objective, **settings)
     recipe = replace(recipe, evaluate=replace(recipe.evaluate, rows=3))
     model = load("mixtral")
     gates = find_gates(model)
@@ -143,9 +144,14 @@ def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
     return train(model, gates, rows, recipe, state=state, save=save, steer=steering), steering
 
 
-def test_a_resumed_run_is_steered_as_the_whole_one(tmp_path):
+HEADS = recipes.Objective(name="coverage-spatio-temporal", coverage=1.0, cache=3)
+
+
+@pytest.mark.parametrize("asked", [{}, {"objective": HEADS, "scope": "gates+heads"}], ids=["gates", "gates+heads"])
+def test_a_resumed_run_is_steered_as_the_whole_one(tmp_path, asked):
     states = {}
-    whole, steering = steered(tmp_path / "whole", save=lambda state: states.setdefault(state.step, state), steps=12)
+    keep = lambda state: states.setdefault(state.step, state)  # noqa: E731
+    whole, steering = steered(tmp_path / "whole", save=keep, steps=12, **asked)
     path = (tmp_path / "whole" / "steering.jsonl").read_text()
     assert len({stats.steer for stats in whole.steps}) > 5 and len(path.splitlines()) == 12
     for at in (1, 5, 11):
@@ -153,11 +159,14 @@ def test_a_resumed_run_is_steered_as_the_whole_one(tmp_path):
         folder.mkdir()
         Run(folder).note(model="tiny", **{"steering": Run(tmp_path / "whole").facts["steering"]})
         (folder / "steering.jsonl").write_text(path + '{"step": 12, "chan')  # from later steps, and cut off
-        rest, again = steered(folder, state=states[at], steps=12)
+        rest, again = steered(folder, state=states[at], steps=12, **asked)
         assert [one.steer for one in rest.steps] == [one.steer for one in whole.steps[at:]]
         assert again.points == steering.points
         for name, gate in whole.gates.items():
             assert gate.equal(rest.gates[name])
+        for kind in whole.heads.kinds if whole.heads else ():
+            for one, other in zip(getattr(whole.heads, kind), getattr(rest.heads, kind), strict=True):
+                assert one.equal(other)
 
 
 def test_the_path_says_what_was_measured(tmp_path):

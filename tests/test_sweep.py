@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from training import documents_of, load
 
 from remoe_cli.cache import replay
+from remoe_cli.errors import UsageError
 from remoe_cli.families import find_gates, Heads
 from remoe_cli.measure.rerouted import measure_rerouted
 from remoe_cli.measure.swept import hindrance, Place, record_text, replayed, rerouted, Texts
@@ -193,6 +194,17 @@ def test_other_settings_are_other_runs(remoe, swept, asked):
     assert [arm["name"] for arm in more["arms"]] == ["base", "remoe x1", "remoe +5%"]
     if before:  # the other test may not have run
         assert len(set((swept / "out").glob("*/run.json")) - before) == 2
+
+
+@pytest.mark.parametrize("weight", ["0", "1", ".5", "2.", "1e-1", "limit"])
+def test_weights_that_are_taken(weight):
+    Asked(weights=(weight,), max_ppl="+1%").check()
+
+
+@pytest.mark.parametrize("weight", ["-1", "1e99", "e1", "inf", "nan", "", "0x1"])
+def test_weights_that_are_not(weight):
+    with pytest.raises(UsageError, match="takes numbers"):
+        Asked(weights=(weight,), max_ppl="+1%").check()
 
 
 def test_what_is_refused(remoe, model):
