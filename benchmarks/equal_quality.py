@@ -21,7 +21,7 @@ ARMS = {  # name of the recipe -> what --recipe takes
     "remoe": "remoe",
     "heads-only": "heads-only",
     "coverage-gates": str(HERE / "arms/coverage-gates.yaml"),
-    "gate-cacherouter": "gate-cacherouter",
+    "coverage-heads": str(HERE / "arms/coverage-heads.yaml"),
     "coverage-lora": str(HERE / "arms/coverage-lora.yaml"),
     "resident-mass-alone": str(HERE / "arms/resident-mass-alone.yaml"),
     "resident-mass": "resident-mass",
@@ -32,7 +32,7 @@ ARMS = {  # name of the recipe -> what --recipe takes
     "resident-mass-base": str(HERE / "arms/resident-mass-base.yaml"),
 }
 SHARED = (
-    "train.steps=300", "train.micro_batch=4", "train.lr=2e-3", "train.lr_decay=0.5", "train.lr_warmup=0.1", "train.schedule=constant", "train.weight_decay=0", "objective.cache=12",
+    "train.steps=400", "train.micro_batch=4", "train.lr_warmup=0.1", "train.schedule=constant", "train.weight_decay=0", "objective.cache=12",
 )  # fmt: skip
 CAUSAL = ("decayed_weight", "lfru", "lrfu:0.1")
 HEADS = ("temporal", "temporal_decayed:1")
