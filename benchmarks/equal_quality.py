@@ -26,8 +26,8 @@ ARMS = {  # name of the recipe -> what --recipe takes
     "resident-mass-alone": str(HERE / "arms/resident-mass-alone.yaml"),
     "resident-mass": "resident-mass",
     "decayed-coverage": "decayed-coverage",
-    "soft-misses-text": str(HERE / "arms/soft-misses-text.yaml"),
-    "soft-misses": "soft-misses",
+    "remoe-plus-text": str(HERE / "arms/remoe-plus-text.yaml"),
+    "remoe-plus": "remoe-plus",
     "remoe-base": str(HERE / "arms/remoe-base.yaml"),
     "resident-mass-base": str(HERE / "arms/resident-mass-base.yaml"),
 }

@@ -247,7 +247,7 @@ def test_cross_entropy_alone_is_no_distillation(remoe, model, texts_file, tmp_pa
 def test_recipes_that_train_alike_share_a_control_and_heads_are_not_steered(remoe, model, texts_file, tmp_path):
     recipes = [
         word
-        for name in ("resident-mass", "soft-misses", "gate-cacherouter", "heads-only")
+        for name in ("resident-mass", "remoe-plus", "gate-cacherouter", "heads-only")
         for word in ("--recipe", name)
     ]
     same = (
@@ -282,7 +282,7 @@ def test_recipes_that_train_alike_share_a_control_and_heads_are_not_steered(remo
     ]
     report = report_of(remoe("sweep", model, *asked, "--cache", "3", "--out", tmp_path / "out", "--json"))
     names = [arm["name"] for arm in report["arms"]]
-    assert names == ["base", "ce-only", "resident-mass +5%", "soft-misses +5%", "gate-cacherouter +5%", "heads-only x1"]
+    assert names == ["base", "ce-only", "resident-mass +5%", "remoe-plus +5%", "gate-cacherouter +5%", "heads-only x1"]
     heads = report["arms"][-1]
     assert heads["steering"] is None and heads["perplexity_change"] == 0
     controls = {arm["steering"]["ce_only"]["run"] for arm in report["arms"] if arm["steering"]}
