@@ -104,7 +104,8 @@ def loads(reports: Sequence[dict[str, Any]], capacity: int) -> str:
     for name in names(reports):
         row = [name]
         lru = cells(reports, name, capacity, "lru")
-        row += [spread([one["hit_ratio"] for one in lru], share), load(lru), moved(lru, reports[0]["limit"], capacity)]
+        row += [spread([one["hit_ratio"] for one in lru], share), load(lru)]
+        row.append(moved(lru, reports[0]["limit"], capacity) if arm(reports[0], name)["steering"] else "")
         plain = best(
             reports, name, capacity, lambda policy: not policy.startswith(("temporal", "spatio")) and policy != "belady"
         )
@@ -157,9 +158,7 @@ def load(of: Sequence[dict[str, Any]]) -> str:
 
 
 def moved(of: Sequence[dict[str, Any]], limit: float, capacity: int) -> str:
-    """LRU's load at the limit, along SLOPE; nothing for an arm that was not steered."""
-    if all(abs(one["perplexity_change"]) < limit / 4 for one in of):
-        return ""
+    """LRU's load at the limit, along SLOPE."""
     at = [one["load_change"] + SLOPE[capacity] * (limit - one["perplexity_change"]) for one in of]
     return spread(at, change)
 
