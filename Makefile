@@ -15,13 +15,14 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-faults test-oldest test-gpu bench-decode bench-gpu lint format checkpoint clean help
+.PHONY: demo test test-faults test-interop test-oldest test-gpu bench-decode bench-gpu lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
 	@echo "make test    set up, then lint, types and the test suite"
 	@echo "make test-faults   every fault, kill -9 and Ctrl-C; make test runs three of each kind"
 	@echo "make test-oldest   the families with the oldest transformers that is supported"
+	@echo "make test-interop  deltas applied in other runtimes: transformers, peft, accelerate; llama.cpp and vLLM where they are installed"
 	@echo "make bench-decode  the decoder against llama.cpp and accelerate (an hour, 40 GB of disk; root for memory limits)"
 	@echo "make bench-gpu     the decoder on a GPU (under 6 minutes; ARGS=--dry-run without one)"
 	@echo "make format  rewrite the sources in the project's style"
@@ -44,6 +45,10 @@ OLDEST := 5.21.0
 test-oldest: $(READY)
 	test -d build/transformers-$(OLDEST) || $(BIN)/python -m pip install --quiet --no-deps --target build/transformers-$(OLDEST) transformers==$(OLDEST)
 	PYTHONPATH=build/transformers-$(OLDEST) $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) tests/conformance
+
+# deltas in other runtimes; docs/apply.md says how to name a vLLM and a llama.cpp to it. What is not installed is listed
+test-interop: $(READY)
+	$(TEST_ENV) $(BIN)/python -m pytest -m interop -rs --durations=5 tests
 
 # only what needs a CUDA device; skipped tests are listed
 test-gpu: $(READY)

@@ -1,16 +1,21 @@
-"""remoe apply: a delta's gates in a loaded model, or in a patched copy of the checkpoint."""
+"""remoe apply: a delta's gates in a loaded model, or written in the form that a runtime takes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from remoe_cli import atomic
 from remoe_cli import run as runs
-from remoe_cli.delta import BESIDE, Delta, FACTS, GATES, is_delta, patched_copy, put
+from remoe_cli.console import note
+from remoe_cli.delta import BESIDE, Delta, FACTS, FORMS, GATES, is_delta, put
+from remoe_cli.delta.fingerprint import quantised_note
 from remoe_cli.errors import DeltaError, UsageError
 from remoe_cli.hub.resolve import fetch_repository, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from remoe_cli.gguf import Patched
 
 
 def find_delta(name: str) -> Delta:
@@ -27,16 +32,41 @@ def find_delta(name: str) -> Delta:
     return Delta.load(fetch_delta(name)[0])
 
 
-def fetch_delta(name: str) -> tuple[Path, str]:
-    """The folder of a delta from the Hub, in the cache, and its commit. name: "org/name[@revision]". Raises HubError."""
-    return fetch_repository(name, (FACTS, GATES), BESIDE)
+def fetch_delta(name: str, further: Sequence[str] = ()) -> tuple[Path, str]:
+    """The folder of a delta from the Hub, in the cache, and its commit. name: "org/name[@revision]". further: patterns of files
+    that have to be there too. Raises HubError."""
+    return fetch_repository(name, (FACTS, GATES), BESIDE, further)
 
 
-def apply(delta: str, base: str, out: Path) -> Path:
-    """Writes a full copy of `base` to `out` in which only the gates' bytes differ, and returns it."""
+def apply(delta: str, base: str, out: Path, form: str = "copy", cast: bool = False) -> Path:
+    """Writes `base` with the delta's gates to the folder `out`, and returns it. form: one of FORMS.
+
+    cast: the gates are rounded to what the base stores, also where the delta holds them in float32. Says on stderr what a
+    reader of the result should know. Raises RemoeError; then nothing is written.
+    """
+    if form not in FORMS:
+        raise UsageError(
+            f"there is no form {form!r} of a model folder; allowed: {', '.join(FORMS)}.", "remoe apply --help"
+        )
     atomic.require_free(out)  # before a long download, not after it
+    found, checkpoint = find_delta(delta), resolve(base)
+    written = FORMS[form](found, checkpoint, out, cast)
+    if quantised := quantised_note(checkpoint):
+        note(quantised)
+    if found.is_float32 and (cast or form == "copy"):
+        note("Note: the delta holds gates in float32; they were cast to what the base stores")
+    return written
+
+
+def apply_gguf(delta: str, file: Path, out: Path | None, cast: bool = False) -> "Patched":
+    """The delta's gates in a copy of a GGUF, or with out=None in the file itself, with a journal beside it for undo.
+
+    file: any part of a split one. Raises RemoeError; then nothing is written.
+    """
+    from remoe_cli import gguf
+
     found = find_delta(delta)
-    return patched_copy(found, resolve(base), out)
+    return gguf.patch_in_place(found, file, cast) if out is None else gguf.patch_copy(found, file, out, cast)
 
 
 def load(base: str, delta: str, **kwargs) -> "PreTrainedModel":

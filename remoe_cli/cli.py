@@ -8,7 +8,9 @@ from typing import Annotated, Optional
 import typer
 
 from remoe_cli import __version__
+from remoe_cli.cli_apply import apply
 from remoe_cli.cli_decode import decode, Floor, Guess, Io, Pack, Ram, Readers, Reroute, Threads
+from remoe_cli.cli_delta import diff, inspect, merge
 from remoe_cli.cli_pack import pack
 from remoe_cli.cli_replay import replay
 from remoe_cli.cli_reroute import reroute
@@ -74,6 +76,13 @@ def finetune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="section.key=value of the recipe; repeatable.")
     ] = None,
+    refit_bias: Annotated[
+        bool,
+        typer.Option(
+            "--refit-bias",
+            help="Give each expert back the load it had in the base, where the family selects with a bias.",
+        ),
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the latest unfinished run; start one where there is none.")
     ] = False,
@@ -92,7 +101,8 @@ def finetune(
     note("Loading torch and transformers")
     from remoe_cli import finetune as verb
 
-    asked = verb.Asked(recipe, data, steps, tuple(set_ or ()), max_ppl)
+    overrides = (*(set_ or ()), *(["train.refit_bias=true"] if refit_bias else []))
+    asked = verb.Asked(recipe, data, steps, overrides, max_ppl)
     done = verb.finetune(model, asked, out=out, device=device, resume=resume, ce_only=ce_only)
     if as_json:
         print_data(json.dumps(verb.as_json(done)))
@@ -198,6 +208,13 @@ def push(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")] = False,
     to: Annotated[Optional[Path], typer.Option(help="Write to this folder instead of the Hub.")] = None,  # noqa: UP045
+    forms: Annotated[
+        list[str] | None,
+        typer.Option("--as", metavar="FORM", help="peft or gguf: a form to put beside the delta; repeatable."),
+    ] = None,
+    gguf: Annotated[
+        list[Path] | None, typer.Option(help="With --as gguf: a GGUF with the tuned gates (any part); repeatable.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Publish the delta with its recipe, report and card: to the Hub, or to a folder with --to.
@@ -208,7 +225,17 @@ def push(
     from remoe_cli.console import data as print_data
 
     run, repo = verb.arguments(run, repo)
-    done = verb.push(run, repo, to=to, private=private, dry_run=dry_run, create_pr=create_pr, revision=revision)
+    done = verb.push(
+        run,
+        repo,
+        to=to,
+        private=private,
+        dry_run=dry_run,
+        create_pr=create_pr,
+        revision=revision,
+        forms=forms or (),
+        ggufs=gguf or (),
+    )
     if as_json:
         print_data(json.dumps(done._asdict()))
         return
@@ -229,37 +256,36 @@ def push(
 def pull(
     delta: Annotated[str, typer.Argument(help="Delta repository (user/name, with @revision).")],
     out: Annotated[Optional[Path], typer.Option(help="Folder for it; by default ./NAME. Must not exist yet.")] = None,  # noqa: UP045
+    form: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--as", metavar="FORM", help="peft or gguf: bring that form too, which must lie beside the delta."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download a delta from the Hub into a folder, checked."""
     from remoe_cli import pull as verb
     from remoe_cli.console import data as print_data
 
-    done = verb.pull(delta, out)
+    done = verb.pull(delta, out, form)
     if as_json:
         print_data(json.dumps({**done._asdict(), "folder": str(done.folder)}))
         return
     print_data(
         f"{done.folder}: {done.gates} gates, {done.nbytes:,} bytes, recipe {done.recipe}, from {done.repo}@{done.commit}"
     )
+    if done.form_files:
+        print_data(f"With it: {', '.join(done.form_files)}")
     print_data(
         f"Base {done.base}. Next: remoe apply {shlex.quote(str(done.folder))} {shlex.quote(done.base)} --out DIR"
     )
 
 
-@app.command()
-def apply(
-    delta: Annotated[str, typer.Argument(help="Delta folder, run folder or name, or Hub id (with @revision).")],
-    base: Annotated[str, typer.Argument(help="The base model: Hub id (with @revision), local folder, or `demo`.")],
-    out: Annotated[Path, typer.Option(help="Folder for the patched checkpoint; must not exist yet.")],
-) -> None:
-    """Write a copy of BASE in which only the gates' bytes differ; every loader can read it."""
-    from remoe_cli import apply as verb
-    from remoe_cli.console import data as print_data
-
-    print_data(f"Patched checkpoint: {verb.apply(delta, base, out)}")
-
-
+app.command()(apply)
+app.command()(inspect)
+app.command()(diff)
+app.command()(merge)
 app.command()(decode)
 app.command()(pack)
 app.add_typer(trace, name="trace")

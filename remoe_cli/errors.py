@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+_LONGEST = 2000  # characters; names in a damaged file may have any number
+
 
 class RemoeError(Exception):
     """message: what was wrong and what is allowed, in one line. hint: the next command to run."""
@@ -13,8 +15,8 @@ class RemoeError(Exception):
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message)
-        self.message = " ".join(message.split())
-        self.hint = hint
+        self.message = _shown(" ".join(message.split()))
+        self.hint = _shown(hint)
 
     def __str__(self) -> str:
         return f"{self.message}{'' if self.message.endswith(('.', '!', '?', ':')) else '.'} Try: {self.hint}"
@@ -75,6 +77,12 @@ class MemoryShortError(CacheError):
 
 class TrainingError(RemoeError):
     """Training stopped by itself: a loss that is not finite."""
+
+
+def _shown(text: str) -> str:
+    """With a mark for what cannot be printed, such as a terminal's control characters, and for what is cut off."""
+    shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return "".join(one if one.isprintable() else "\ufffd" for one in shown)
 
 
 def command(*words: object, **options: object) -> str:

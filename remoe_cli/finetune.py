@@ -172,10 +172,7 @@ def _train_and_save(
     delta = _save(job, trained, "interrupted" if trained.interrupted else "running")
     after = None
     if not trained.interrupted:
-        stored = compute_dtype(job.checkpoint, "cpu")  # as shipped: cast to the base's stored dtype
-        put(job.model, {name: tensor.to(stored) for name, tensor in trained.others.items()})
-        shipped = {name: delta.tensors[disk] for name, disk in job.disk_names.items() if disk in delta.tensors}
-        put(job.model, shipped)
+        put(job.model, in_memory(job.model, job.checkpoint, delta.tensors))  # as shipped
         after = _measure("tuned", job)
         run.note(after=after._asdict(), **(_steered(job, steering, trained.step) if steering else {}))
         run.note(status="finished")
@@ -250,7 +247,7 @@ def summary(done: Finetuned) -> str:
     """What the command ends with: before and after, the delta's size, the next command."""
     scope = done.run.recipe.train.scope
     what = f"elements of {len(done.delta.tensors)} tensors" if scope in ("full", "gates+lora") else "gate elements"
-    changed = f"{100 * done.delta.changed:.1f} % of the {what} changed"
+    changed = f"{100 * (done.delta.changed or 0):.1f} % of the {what} changed"
     if scope == "heads":
         changed = f"{sum(head.numel() for head in done.delta.heads.values()):,} head elements beside the base's gates"
     lines = [f"{done.run.folder}: {done.steps} steps, {changed}"]
@@ -381,7 +378,8 @@ def _save(job: _Job, trained: Trained, status: str) -> Delta:
         gates = {name: job.checkpoint.read(name) for name in gates}
     gates |= on_disk(job.model, job.checkpoint, trained.others)
     heads = heads_on_disk(trained.heads, job.disk_names, job.gates)
-    delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions(), heads)
+    kept = torch.float32 if job.recipe.train.delta_dtype == "float32" else None
+    delta = Delta.of(job.checkpoint, gates, job.recipe.name, versions(), heads, kept)
     delta.save(job.run.delta)
     job.run.note(status=status, steps=trained.step, changed=delta.changed, notes=trained.notes)
     return delta

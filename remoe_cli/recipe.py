@@ -66,7 +66,8 @@ class Train:
     until lr is reached; lr_decay: fraction at its end over which lr falls in a line towards 0 (0: it stays); schedule:
     constant, or cosine from the warm-up's end towards 0. max_ppl: "off", or how far held-out perplexity may rise ("+1%"), to
     which the locality terms are steered. scope: what trains; every scope but "gates" trains the heads that
-    the objective reads. lora_rank: of the adapters on attention, for the scope "gates+lora".
+    the objective reads. lora_rank: of the adapters on attention, for the scope "gates+lora". delta_dtype: what the delta
+    keeps, the base's stored dtype ("base") or the float32 that was learned.
     save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step.
     refit_bias: whether selection biases are refitted after training, so that each expert has the load it had in the base."""
 
@@ -86,6 +87,7 @@ class Train:
     weight_decay: float = 0.0
     checkpointing: bool = False
     dtype: str = "auto"
+    delta_dtype: str = "base"
     seed: int = 0
     save_seconds: float = 60.0
     refit_bias: bool = False

@@ -24,7 +24,7 @@ from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_
 from remoe_cli.finetune import finetune
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.steering import CE_ONLY, halves, is_ce_only
+from remoe_cli.measure.steering import CE_ONLY, halves, is_ce_only, same_training
 from remoe_cli.measure.swept import hindrance, Place, record_text, replayed, rerouted, Texts
 from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import limit_of, prompts_of, Recipe
@@ -94,7 +94,7 @@ def sweep(model: str, asked: Asked, *, out: Path, device: str | None = None) -> 
         of = documents(arm.recipe)
         key = _key(_base(checkpoint), _deciding(arm.recipe), of.pinned, of.sha256, of.heldout_sha256)
         note(f"Arm {number} of {len(arms) - 1}: {arm.name}")
-        training = recipes.Recipe(train=replace(arm.recipe.train, max_ppl="off"), data=arm.recipe.data).to_yaml()
+        training = recipes.Recipe(train=same_training(arm.recipe), data=arm.recipe.data).to_yaml()
         run = _run(model, arm, out / f"{arm.recipe.name}-{key[:12]}", device, ce_only.get(training), notes)
         if run is not None:
             trained.append(Trained(arm, key, run))
@@ -127,7 +127,7 @@ def _arms(asked: Asked, choose_recipe: Callable[[finetuning.Asked], Recipe]) -> 
         more: list[tuple[str, float | None, finetuning.Asked]] = []
         if asked.control and own.train.scope != "heads":
             more.append(("ce-only", 0.0, wanted._replace(overrides=(*wanted.overrides, *CE_ONLY))))
-        for weight in asked.weights:
+        for weight in _weights(asked, own):
             if weight == STEERED:
                 more.append((f"{own.name} {asked.max_ppl}", None, wanted._replace(max_ppl=asked.max_ppl)))
             else:
@@ -147,6 +147,13 @@ def _arms(asked: Asked, choose_recipe: Callable[[finetuning.Asked], Recipe]) -> 
     return found
 
 
+def _weights(asked: Asked, own: Recipe) -> Sequence[str]:
+    """Heads alone move no perplexity, so that there is nothing to steer: their limit is their own weight."""
+    if own.train.scope != "heads":
+        return asked.weights
+    return ["1" if weight == STEERED else weight for weight in asked.weights]
+
+
 def _base(checkpoint: Checkpoint) -> str:
     """A local folder is known by its files."""
     if checkpoint.commit or checkpoint.id == "demo":
@@ -156,10 +163,13 @@ def _base(checkpoint: Checkpoint) -> str:
 
 
 def _deciding(recipe: Recipe) -> str:
-    """All of a recipe that decides what is trained."""
-    train = replace(recipe.train, save_seconds=0.0)
+    """All of a recipe that decides what is trained. Of cross entropy alone no key of an objective does."""
+    train, objective = replace(recipe.train, save_seconds=0.0), recipe.objective
+    if is_ce_only(recipe):
+        train, objective = same_training(recipe), recipes.Objective()
     rows = recipe.evaluate.rows if limit_of(recipe.train.max_ppl) is not None else 1
-    return replace(recipe, name="any", train=train, evaluate=recipes.Evaluate(rows=rows)).to_yaml()
+    evaluate = recipes.Evaluate(rows=rows)
+    return replace(recipe, name="any", objective=objective, train=train, evaluate=evaluate).to_yaml()
 
 
 def _key(*parts: object) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from commands import make_model, make_texts, QUICK
 
 import remoe_cli
 from remoe_cli.apply import apply, find_delta
 from remoe_cli.delta import Delta, gates_for, put
 from remoe_cli.errors import DeltaError, RunError, UsageError
 from remoe_cli.families.loader import gate_disk_names, load_resident
+from remoe_cli.finetune import Asked, finetune
 from remoe_cli.hub.checkpoint import Checkpoint
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -97,13 +100,12 @@ def test_applied_twice_when_one_gate_did_not_change(mixtral, tmp_path):
     assert hashes(apply(str(tmp_path / "delta"), str(once), tmp_path / "twice")) == hashes(once)
 
 
-@pytest.mark.parametrize("other", [torch.float32, torch.float16], ids=str)
-def test_gates_of_another_dtype_than_the_base_are_refused(tmp_path, other):
+def test_gates_of_a_dtype_that_the_base_does_not_explain_are_damaged(tmp_path):
     checkpoint = Checkpoint.open(tiny_models.make("mixtral", tmp_path / "base", torch.bfloat16))
     delta = make_delta(checkpoint)
-    delta = replace(delta, tensors={name: tensor.to(other) for name, tensor in delta.tensors.items()})
+    delta = replace(delta, tensors={name: tensor.half() for name, tensor in delta.tensors.items()})
     delta.save(tmp_path / "delta")
-    with pytest.raises(DeltaError, match="stored as BF16"):
+    with pytest.raises(DeltaError, match=r"is float16 but its base_dtype .* is bfloat16"):
         apply(str(tmp_path / "delta"), str(checkpoint.folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -228,7 +230,17 @@ def test_the_same_delta_gives_the_same_bytes(mixtral, tmp_path):
         lambda facts: {**facts, "gates": {"another": next(iter(facts["gates"].values()))}},
         lambda facts: {**facts, "base": 1},
         lambda facts: {**facts, "commit": []},
-        lambda facts: {**facts, "changed": None},
+        lambda facts: {**facts, "changed": 1.5},
+        lambda facts: {**facts, "changed": math.nan},
+        lambda facts: {**facts, "changed": True},
+        lambda facts: {**facts, "report": []},
+        lambda facts: {**facts, "report": {"perplexity": {"base": 1}}},
+        lambda facts: {**facts, "gates": {name: {**g, "dtype": "float16"} for name, g in facts["gates"].items()}},
+        lambda facts: {**facts, "gates": {name: {**g, "shape": [1]} for name, g in facts["gates"].items()}},
+        lambda facts: {**facts, "gates": {name: {**g, "base_dtype": "int8"} for name, g in facts["gates"].items()}},
+        lambda facts: {**facts, "gates": {name: {**g, "base_dtype": []} for name, g in facts["gates"].items()}},
+        lambda facts: {**facts, "gates": {name: {**g, "base_sha256_f16": 1} for name, g in facts["gates"].items()}},
+        lambda facts: {**facts, "environment": {"torch": [1]}},
         lambda facts: {**facts, "changed": "much"},
         lambda facts: {**facts, "environment": 3},
         lambda facts: {name: value for name, value in facts.items() if name != "recipe"},
@@ -311,6 +323,26 @@ def test_a_run_is_found_by_its_name_under_runs(mixtral, tmp_path, monkeypatch):
     (tmp_path / "runs/empty").mkdir()
     with pytest.raises(DeltaError, match="empty is not a delta"):
         find_delta("empty")
+
+
+def test_a_run_may_keep_what_it_learned_in_float32(tmp_path):
+    model, texts = make_model(tmp_path / "model", dtype=torch.bfloat16), make_texts(tmp_path / "texts.jsonl")
+
+    def delta(name: str, *further: str) -> Delta:
+        asked = Asked("remoe", str(texts), 2, (*QUICK[1::2], *further))
+        finetune(str(model), asked, out=tmp_path / name)
+        return Delta.load(tmp_path / name / "delta")
+
+    rounded, kept = delta("rounded"), delta("kept", "train.delta_dtype=float32")
+    assert kept.is_float32 and not rounded.is_float32 and kept.base_sha256 == rounded.base_sha256
+    for name, tensor in kept.tensors.items():
+        assert tensor.dtype == torch.float32 and kept.base_dtype(name) == torch.bfloat16
+        assert torch.equal(kept.stored(name), rounded.tensors[name]) and not torch.equal(
+            tensor.bfloat16().float(), tensor
+        )
+    assert apply(str(tmp_path / "kept"), str(model), tmp_path / "out") and hashes(tmp_path / "out") == hashes(
+        apply(str(tmp_path / "rounded"), str(model), tmp_path / "again")
+    )
 
 
 def test_a_taken_folder_is_refused_before_the_base_is_looked_for(mixtral, tmp_path):

@@ -135,7 +135,7 @@ def test_any_text_survives_the_round_trip(tmp_path_factory, source):
         ("train.clip=0", "above 0"), ("train.betas=0.9", "a list"), ("train.betas=[0.9]", "two numbers"), ("train.betas=[0.9, 1]", "two numbers"),
         ("train.betas=[a, b]", "a list"), ("train.betas={a: 1}", "a list"), ("train.weight_decay=-1", "between 0 and 1"),
         ("train.weight_decay=.inf", "a number"), ("train.seed=-1", "4294967295"), ("train.seed=1.5", "whole number"), ("train.seed=1e18", "whole"),
-        ("train.dtype=int8", "float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
+        ("train.dtype=int8", "float32"), ("train.delta_dtype=bfloat16", "base, float32"), ("train.checkpointing=3", "true or false"), ("train.checkpointing=", "true or false"),
         ("objective.name=remeo", "remoe"), ("objective.lags=[0]", "lags"), ("objective.reuse_tokens=0", "between 1 and 64"), ("objective.lags=[]", "lags"), ("objective.lags=3", "a list"),
         ("objective.lags=12", "a list"), ("objective.lags=[1.5]", "a list"), ("objective.lags=[[1]]", "a list"), ("objective.lags=[.inf]", "a list"),
         ("objective.name=spatio-only", "by its head alone"), ("train.scope=heads", "no heads"), ("train.scope=all", "gates\\+lora"),
@@ -157,7 +157,7 @@ def test_bad_overrides_are_named(override, words):
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
         "other", recipe.Objective("spatio-only", "base", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5, 0.5, 3, "lfu", "bypass", *[0.5] * 3, True, 0.5, 0.5),
-        recipe.Train(*[2] * 4, *[0.25] * 3, "cosine", "+2%", "gates+heads", 3, 0.25, (0.5, 0.5), 0.5, True, "bfloat16", 5, 7.0, True),
+        recipe.Train(*[2] * 4, *[0.25] * 3, "cosine", "+2%", "gates+heads", 3, 0.25, (0.5, 0.5), 0.5, True, "bfloat16", "float32", 5, 7.0, True),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 6), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)

@@ -4,14 +4,17 @@ import json
 import math
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from commands import QUICK, refused, report_of
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from training import documents_of, load, recipe_of
 
 from remoe_cli import recipe as recipes
@@ -118,7 +121,7 @@ def test_every_second_text_steers_and_nothing_else_sees_it():
         halves(replace(texts_of(2), heldout=[[1, 2]], domains=["a"]))
 
 
-def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
+def steered(folder, max_ppl="+1%", state=None, save=None, steps=40, objective=None, scope="gates", lr_decay=0.0):
     """A run of the trainer alone, and its Steering."""
     folder.mkdir(exist_ok=True)
     run = Run(folder)
@@ -131,8 +134,10 @@ def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
         "accumulation": 1,
         "max_ppl": max_ppl,
         "save_seconds": 0.0,
+        "scope": scope,
+        "lr_decay": lr_decay,
     }
-    recipe = recipe_of(**settings)
+    recipe = recipe_of(objective, **settings)
     recipe = replace(recipe, evaluate=replace(recipe.evaluate, rows=3))
     model = load("mixtral")
     gates = find_gates(model)
@@ -143,21 +148,55 @@ def steered(folder, max_ppl="+1%", state=None, save=None, steps=40):
     return train(model, gates, rows, recipe, state=state, save=save, steer=steering), steering
 
 
-def test_a_resumed_run_is_steered_as_the_whole_one(tmp_path):
+HEADS = recipes.Objective(name="coverage-spatio-temporal", coverage=1.0, cache=3)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"objective": HEADS, "scope": "gates+heads"}, {"lr_decay": 0.5}],
+    ids=["gates", "gates+heads", "falling"],
+)
+def test_a_resumed_run_is_steered_as_the_whole_one(tmp_path, asked):
     states = {}
-    whole, steering = steered(tmp_path / "whole", save=lambda state: states.setdefault(state.step, state), steps=12)
+    keep = lambda state: states.setdefault(state.step, state)  # noqa: E731
+    whole, steering = steered(tmp_path / "whole", save=keep, steps=12, **asked)
     path = (tmp_path / "whole" / "steering.jsonl").read_text()
     assert len({stats.steer for stats in whole.steps}) > 5 and len(path.splitlines()) == 12
     for at in (1, 5, 11):
         folder = tmp_path / str(at)
         folder.mkdir()
         Run(folder).note(model="tiny", **{"steering": Run(tmp_path / "whole").facts["steering"]})
+        if (tmp_path / "whole" / "steering").is_dir():
+            shutil.copytree(tmp_path / "whole" / "steering", folder / "steering")
         (folder / "steering.jsonl").write_text(path + '{"step": 12, "chan')  # from later steps, and cut off
-        rest, again = steered(folder, state=states[at], steps=12)
+        rest, again = steered(folder, state=states[at], steps=12, **asked)
         assert [one.steer for one in rest.steps] == [one.steer for one in whole.steps[at:]]
         assert again.points == steering.points
         for name, gate in whole.gates.items():
             assert gate.equal(rest.gates[name])
+        for kind in whole.heads.kinds if whole.heads else ():
+            for one, other in zip(getattr(whole.heads, kind), getattr(rest.heads, kind), strict=True):
+                assert one.equal(other)
+
+
+def test_with_a_falling_rate_the_mean_of_the_last_gates_is_measured(tmp_path):
+    _, steering = steered(tmp_path, steps=6, lr_decay=0.5)
+    assert (tmp_path / "steering").is_dir()
+    model = steering._model
+    at_end = {name: gate.detach().clone() for gate in steering._gates for name, gate in gate.parameters.items()}
+    files = [tmp_path / "steering" / f"{step}.safetensors" for step in (2, 3, 4, 5)]
+    parts = [load_file(file) for file in files]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in at_end:
+                parameter.copy_(sum(part[name].double() for part in parts) / 4)
+    assert steering.points[-1].step == 5 and steering.change() == pytest.approx(steering.points[-1].change, rel=1e-4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in at_end:
+                parameter.copy_(at_end[name])
+    assert steering.finish(6) != pytest.approx(steering.points[-2].change, rel=1e-4)
+    assert not (tmp_path / "steering").exists()
 
 
 def test_the_path_says_what_was_measured(tmp_path):

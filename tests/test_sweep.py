@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from training import documents_of, load
 
 from remoe_cli.cache import replay
+from remoe_cli.errors import UsageError
 from remoe_cli.families import find_gates, Heads
 from remoe_cli.measure.rerouted import measure_rerouted
 from remoe_cli.measure.swept import hindrance, Place, record_text, replayed, rerouted, Texts
@@ -195,6 +196,17 @@ def test_other_settings_are_other_runs(remoe, swept, asked):
         assert len(set((swept / "out").glob("*/run.json")) - before) == 2
 
 
+@pytest.mark.parametrize("weight", ["0", "1", ".5", "2.", "1e-1", "limit"])
+def test_weights_that_are_taken(weight):
+    Asked(weights=(weight,), max_ppl="+1%").check()
+
+
+@pytest.mark.parametrize("weight", ["-1", "1e99", "e1", "inf", "nan", "", "0x1"])
+def test_weights_that_are_not(weight):
+    with pytest.raises(UsageError, match="takes numbers"):
+        Asked(weights=(weight,), max_ppl="+1%").check()
+
+
 def test_what_is_refused(remoe, model):
     refused(remoe("sweep", model, "--weights", "1,much"), "--weights takes numbers", "'much'")
     refused(remoe("sweep", model, "--weights", "limit"), "--max-ppl, which is not given")
@@ -230,6 +242,51 @@ def test_cross_entropy_alone_is_no_distillation(remoe, model, texts_file, tmp_pa
     report = report_of(remoe("sweep", model, *asked, "--cache", "3", "--out", tmp_path / "out", "--json"))
     recipe = Run(Path(report["arms"][1]["run"])).recipe
     assert (recipe.name, recipe.objective.target, recipe.objective.scale) == ("ce-only", "text", 0)
+
+
+def test_recipes_that_train_alike_share_a_control_and_heads_are_not_steered(remoe, model, texts_file, tmp_path):
+    recipes = [
+        word
+        for name in ("resident-mass", "remoe-plus", "gate-cacherouter", "heads-only")
+        for word in ("--recipe", name)
+    ]
+    same = (
+        "schedule=constant",
+        "lr_warmup=0.1",
+        "weight_decay=0",
+        "lr=0.02",
+        "sequence=32",
+        "micro_batch=2",
+        "accumulation=1",
+    )
+    shared = [word for one in same for word in ("--set", f"train.{one}")] + [
+        "--set",
+        "data.format=prefix",
+        "--set",
+        "data.labels=all",
+    ]
+    asked = [
+        *recipes,
+        "--data",
+        texts_file,
+        "--steps",
+        "1",
+        "--weights",
+        "limit",
+        "--max-ppl",
+        "+5%",
+        *QUICK,
+        *shared,
+        "--set",
+        "objective.cache=3",
+    ]
+    report = report_of(remoe("sweep", model, *asked, "--cache", "3", "--out", tmp_path / "out", "--json"))
+    names = [arm["name"] for arm in report["arms"]]
+    assert names == ["base", "ce-only", "resident-mass +5%", "remoe-plus +5%", "gate-cacherouter +5%", "heads-only x1"]
+    heads = report["arms"][-1]
+    assert heads["steering"] is None and heads["perplexity_change"] == 0
+    controls = {arm["steering"]["ce_only"]["run"] for arm in report["arms"] if arm["steering"]}
+    assert controls == {report["arms"][1]["run"]}
 
 
 def test_places_hold_the_reference_once():

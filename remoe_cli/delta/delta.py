@@ -1,12 +1,14 @@
 """The Delta and its folder: gates.safetensors + remoe.json, and heads.safetensors where heads were trained."""
 
-import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from remoe_cli import atomic
+from remoe_cli.delta import fingerprint
+from remoe_cli.delta.stored import digest, dtype_label, FLOATS, stored_bytes
 from remoe_cli.errors import CheckpointError, DeltaError
 from remoe_cli.hub.checkpoint import Checkpoint, read_header, read_object
 
@@ -16,15 +18,18 @@ if TYPE_CHECKING:
 FORMAT = 1
 GATES, HEADS, FACTS = "gates.safetensors", "heads.safetensors", "remoe.json"
 BESIDE = (HEADS, "README.md", "recipe.yaml", "report.json")  # what a pushed delta's folder may hold besides
-_TORCH_NAMES = {"BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32"}
+_LARGE = 2**63
 
 
 @dataclass(frozen=True)
 class Delta:
-    """tensors: on-disk name -> gate in the base's stored dtype. base_sha256: on-disk name -> digest of the base's bytes.
+    """tensors: on-disk name -> gate in the base's stored dtype, or in float32 where the run kept that. base_sha256: on-disk
+    name -> digest of the base's bytes; base_sha256_f16: of the same gate rounded to float16, known where the base is bfloat16.
 
-    changed: share of gate elements whose stored value differs from the base's (0..1). heads: fp32, each under its gate's
-    on-disk name with the last part replaced by its kind ("model.layers.3.mlp.gate.temporal").
+    changed: share of gate elements whose value here differs from the base's (0..1), None where it is not known (merged
+    deltas). base_dtypes: on-disk name -> the base's stored dtype, where it may be another than the tensor's. heads: fp32, each
+    under its gate's on-disk name with the last part replaced by its kind ("model.layers.3.mlp.gate.temporal"). report: what
+    `remoe eval` found, in a few flat figures; empty where it was not run.
     """
 
     tensors: dict[str, "torch.Tensor"]
@@ -32,10 +37,13 @@ class Delta:
     commit: str | None
     model_type: str
     base_sha256: dict[str, str]
-    changed: float
+    changed: float | None
     recipe: str
     environment: dict[str, str] = field(default_factory=dict)
     heads: dict[str, "torch.Tensor"] = field(default_factory=dict)
+    base_dtypes: dict[str, "torch.dtype"] = field(default_factory=dict)
+    base_sha256_f16: dict[str, str] = field(default_factory=dict)
+    report: dict[str, float | str | None] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -45,17 +53,21 @@ class Delta:
         recipe: str,
         environment: dict[str, str],
         heads: dict[str, "torch.Tensor"] | None = None,
+        dtype: "torch.dtype | None" = None,
     ) -> "Delta":
-        """From trained gates, on-disk name -> tensor of any float dtype; cast to the base's stored dtype."""
+        """From trained gates, on-disk name -> tensor of any float dtype; cast to `dtype`, by default the base's stored one."""
         import torch
 
-        tensors, different, total = {}, 0, 0
+        tensors, base_dtypes, sha256, sha256_f16 = {}, {}, {}, {}
+        different, total = 0, 0
         for name, gate in gates.items():
             base = checkpoint.read(name)
-            tensors[name] = gate.detach().to("cpu", base.dtype).contiguous()
+            tensors[name] = gate.detach().to("cpu", dtype or base.dtype).contiguous()
             different += int((tensors[name] != base).sum())
             total += base.numel()
-        sha256 = {name: checkpoint.sha256(name) for name in gates}
+            base_dtypes[name], sha256[name] = base.dtype, checkpoint.sha256(name)
+            if base.dtype == torch.bfloat16:
+                sha256_f16[name] = digest(stored_bytes(base.half()))
         return cls(
             tensors,
             checkpoint.id,
@@ -66,26 +78,52 @@ class Delta:
             recipe,
             environment,
             {name: head.detach().to("cpu", torch.float32).contiguous() for name, head in (heads or {}).items()},
+            base_dtypes,
+            sha256_f16,
         )
+
+    def base_dtype(self, name: str) -> "torch.dtype":
+        """What the base stores that gate in."""
+        return self.base_dtypes.get(name, self.tensors[name].dtype)
+
+    def tensor(self, name: str, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+        """The tuned gate, in that dtype where one is given."""
+        return self.tensors[name].to(dtype or self.tensors[name].dtype)
+
+    def stored(self, name: str, dtype: "torch.dtype | None" = None) -> "torch.Tensor":
+        """The tuned gate rounded to what the base stores, then in that dtype where one is given."""
+        rounded = self.tensors[name].to(self.base_dtype(name))
+        return rounded.to(dtype or rounded.dtype)
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether any gate is kept in float32 whose base is not."""
+        return any(tensor.dtype != self.base_dtype(name) for name, tensor in self.tensors.items())
+
+    def is_applied(self, checkpoint: Checkpoint) -> bool:
+        """True when the checkpoint's gates are the tuned ones already, False when they are the base's.
+
+        Raises DeltaError, with the reason, when they are neither: another model, another revision, changed gates.
+        """
+        return fingerprint.is_applied(self, checkpoint)
 
     def save(self, folder: Path) -> None:
         """Writes its files, each whole or not at all. The same delta gives the same bytes."""
         from safetensors.torch import save
 
         atomic.make_folder(folder)
-        facts = {
+        facts: dict[str, Any] = {
             "format": FORMAT,
             "base": self.base,
             "commit": self.commit,
             "model_type": self.model_type,
             "recipe": self.recipe,
             "changed": self.changed,
-            "gates": {
-                name: {**_facts(t), "base_sha256": self.base_sha256[name], "sha256": _sha256(t)}
-                for name, t in sorted(self.tensors.items())
-            },
+            "gates": {name: self._gate(name) for name in sorted(self.tensors)},
             "environment": self.environment,
         }
+        if self.report:
+            facts["report"] = self.report
         if self.heads:
             facts["heads"] = {name: {**_facts(t), "sha256": _sha256(t)} for name, t in sorted(self.heads.items())}
             atomic.write(folder / HEADS, save(self.heads, metadata={"format": "pt"}))
@@ -93,6 +131,16 @@ class Delta:
             (folder / HEADS).unlink(missing_ok=True)
         atomic.write(folder / GATES, save(self.tensors, metadata={"format": "pt"}))
         atomic.write(folder / FACTS, json.dumps(facts, indent=1) + "\n")
+
+    def _gate(self, name: str) -> dict[str, object]:
+        f16 = {"base_sha256_f16": self.base_sha256_f16[name]} if name in self.base_sha256_f16 else {}
+        return {
+            **_facts(self.tensors[name]),
+            "base_dtype": dtype_label(self.base_dtype(name)),
+            "base_sha256": self.base_sha256[name],
+            **f16,
+            "sha256": _sha256(self.tensors[name]),
+        }
 
     @classmethod
     def load(cls, folder: Path) -> "Delta":
@@ -106,21 +154,25 @@ class Delta:
             facts = read_object(folder / FACTS)
             if facts["format"] != FORMAT:
                 raise DeltaError(
-                    f"{folder} has delta format {facts['format']}; this remoe reads format {FORMAT}.",
+                    f"{folder} has delta format {str(facts['format'])[:20]}; this remoe reads format {FORMAT}.",
                     "pip install -U remoe-cli",
                 )
             gates = _described(facts["gates"], "gates", "base_sha256")
             heads = _described(facts["heads"], "heads", "sha256") if "heads" in facts else {}
+            tensors = _read(folder, GATES, gates)
             return cls(
-                _read(folder, GATES, gates),
+                tensors,
                 _text(facts, "base"),
                 _text(facts, "commit") if facts["commit"] is not None else None,
                 _text(facts, "model_type"),
                 {name: gate["base_sha256"] for name, gate in gates.items()},
-                float(facts["changed"]),
+                _share(facts["changed"]),
                 _text(facts, "recipe"),
-                dict(facts["environment"]),
+                _flat(facts["environment"], "environment", (str,)),
                 _read(folder, HEADS, heads) if heads else {},
+                {name: _base_dtype(name, gate, tensors[name]) for name, gate in gates.items()},
+                {name: _text(gate, "base_sha256_f16") for name, gate in gates.items() if "base_sha256_f16" in gate},
+                _flat(facts.get("report", {}), "report", (str, int, float, type(None))),
             )
         except KeyError as error:
             raise _damaged(folder, f"{FACTS} lacks {error}") from None
@@ -129,62 +181,20 @@ class Delta:
         except (ValueError, TypeError, OSError, SafetensorError) as error:
             raise _damaged(folder, str(error)) from None
 
-    def is_applied(self, checkpoint: Checkpoint) -> bool:
-        """True when the checkpoint's gates are the tuned ones already, False when they are the base's.
-
-        Raises DeltaError, with the reason, when they are neither: another model, another revision, changed gates.
-        """
-        hint = f"remoe apply DELTA {self.base}" + (f"@{self.commit}" if self.commit else "")
-        if checkpoint.model_type != self.model_type:
-            raise DeltaError(
-                f"this delta belongs to {self.base} ({self.model_type}), but {checkpoint.id} is {checkpoint.model_type}.",
-                hint,
-            )
-        for name, tensor in self.tensors.items():
-            if name not in checkpoint.tensors:
-                raise DeltaError(
-                    f"this delta belongs to {self.base}; {checkpoint.id} has no gate {name}{_instead(name, checkpoint)}.",
-                    hint,
-                )
-            info = checkpoint.tensors[name]
-            if info.shape != tuple(tensor.shape):
-                raise DeltaError(
-                    f"{name} is {list(info.shape)} in {checkpoint.id} but {list(tensor.shape)} in the delta of {self.base}.",
-                    hint,
-                )
-            if str(tensor.dtype) != _TORCH_NAMES.get(info.dtype):
-                raise DeltaError(
-                    f"{name} is stored as {info.dtype} in {checkpoint.id} but as {tensor.dtype} in the delta"
-                    f"{'' if info.dtype in _TORCH_NAMES else ': that gate is quantised'}.",
-                    hint,
-                )
-        states = set()
-        for name, tensor in self.tensors.items():
-            found, base, tuned = checkpoint.sha256(name), self.base_sha256[name], _sha256(tensor)
-            if found not in (base, tuned):
-                raise DeltaError(
-                    f"the gate {name} of {checkpoint.id} is not the one this delta was made from "
-                    f"({self.base}{'@' + self.commit[:12] if self.commit else ''}): another revision, or gates that were changed since (a quantiser may smooth them).",
-                    hint,
-                )
-            if base != tuned:  # a gate that did not change tells nothing
-                states.add(found == tuned)
-        if len(states) == 2:
-            raise DeltaError(f"{checkpoint.id} holds a mix of base gates and tuned gates.", hint)
-        return states == {True}
-
 
 def is_delta(folder: Path) -> bool:
     return (folder / GATES).is_file() and (folder / FACTS).is_file()
 
 
-def _described(found: object, what: str, digest: str) -> dict[str, dict]:
+def _described(found: object, what: str, sha256: str) -> dict[str, dict]:
     """The gates or heads of remoe.json. Raises ValueError unless each has this digest."""
     if not isinstance(found, dict) or not found:
         raise ValueError(f"{FACTS} describes no {what}")
     for name, one in found.items():
-        if not isinstance(one, dict) or not isinstance(one.get(digest), str):
-            raise ValueError(f"{FACTS} has no {digest} for {name}")
+        if not isinstance(one, dict) or not isinstance(one.get(sha256), str):
+            raise ValueError(f"{FACTS} has no {sha256} for {name}")
+        if not name.isprintable():
+            raise ValueError(f"{FACTS} names {what} that cannot be printed")
     return found
 
 
@@ -193,23 +203,63 @@ def _read(folder: Path, file: str, described: dict[str, dict]) -> dict[str, "tor
     from safetensors.torch import load
 
     what = file.partition(".")[0]
-    if set(described) != set(read_header(folder / file)):  # before anything large is read
+    found = read_header(folder / file)
+    if set(described) != set(found):  # before anything large is read
         raise ValueError(f"{file} and {FACTS} name different {what}")
+    for name, one in described.items():
+        dtype, shape = FLOATS.get(found[name].dtype), list(found[name].shape)
+        if (
+            dtype is None
+            or not found[name].nbytes
+            or (one.get("dtype", dtype), one.get("shape", shape)) != (dtype, shape)
+        ):
+            raise ValueError(f"{file} holds {name} as {found[name].dtype} {shape}, which is not what {FACTS} describes")
+    end = min(one.offset for one in found.values()) + sum(one.nbytes for one in found.values())
+    if (size := (folder / file).stat().st_size) != end:
+        raise ValueError(f"{file} holds {size:,} bytes where its tensors end at {end:,}")
     tensors = load((folder / file).read_bytes())
     for name, one in described.items():
         if "sha256" in one and one["sha256"] != _sha256(tensors[name]):
             raise ValueError(f"the {what[:-1]} {name} is not the one that {FACTS} describes")
-    return tensors
+    return {name: tensors[name] for name in described}
+
+
+def _base_dtype(name: str, gate: dict[str, Any], tensor: "torch.Tensor") -> "torch.dtype":
+    """The first deltas do not say it: theirs is the tensor's. Raises ValueError for what no base stores."""
+    import torch
+
+    own = dtype_label(tensor.dtype)
+    kept = gate.get("base_dtype", own)
+    if kept not in FLOATS.values() or own not in (kept, "float32"):
+        raise ValueError(f"the gate {name} is {own} but its base_dtype in {FACTS} is {str(kept)[:20]}")
+    return getattr(torch, kept)
 
 
 def _facts(tensor: "torch.Tensor") -> dict[str, object]:
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    return {"dtype": dtype_label(tensor.dtype), "shape": list(tensor.shape)}
 
 
-def _text(facts: dict, key: str) -> str:
+def _text(facts: Mapping[str, Any], key: str) -> str:
+    """With a mark for what cannot be printed, as names of the machine that made it may hold. Raises ValueError."""
     if not isinstance(facts[key], str):
         raise ValueError(f"{key} in {FACTS} is no text")
-    return facts[key]
+    return "".join(one if one.isprintable() else "\ufffd" for one in facts[key])
+
+
+def _share(value: object) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not 0 <= value <= 1):  # type: ignore[operator]
+        raise ValueError(f"changed in {FACTS} is no share from 0 to 1")
+    return None if value is None else float(value)  # type: ignore[arg-type]
+
+
+def _flat(found: object, what: str, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """A table without tables in it, its texts as `_text` gives them, its numbers of a size to show. Raises ValueError."""
+    if not isinstance(found, dict) or not all(
+        type(value) in kinds and (not isinstance(value, (int, float)) or -_LARGE < value < _LARGE)
+        for value in found.values()
+    ):
+        raise ValueError(f"{what} in {FACTS} is no table of single values")
+    return {_text({"": key}, ""): _text(found, key) if isinstance(found[key], str) else found[key] for key in found}
 
 
 def _damaged(folder: Path, why: str) -> DeltaError:
@@ -219,21 +269,5 @@ def _damaged(folder: Path, why: str) -> DeltaError:
     )
 
 
-def _instead(name: str, checkpoint: Checkpoint) -> str:
-    """What lies there in the gate's place, if it was quantised."""
-    stem = name.removesuffix("weight")
-    packed = next(
-        (other for other in checkpoint.tensors if other.startswith(f"{stem}q") or other == f"{name}_packed"), None
-    )
-    return f" (a quantised one, {packed}, stands in its place)" if packed else ""
-
-
 def _sha256(tensor: "torch.Tensor") -> str:
-    return hashlib.sha256(stored_bytes(tensor)).hexdigest()
-
-
-def stored_bytes(tensor: "torch.Tensor") -> bytes:
-    """A tensor's bytes as safetensors stores them."""
-    import torch
-
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return digest(stored_bytes(tensor))

@@ -1,17 +1,11 @@
-"""Putting a delta's gates into a loaded model, or into a copy of the checkpoint on disk."""
+"""Putting a delta's gates and heads into a loaded model."""
 
-import json
-import os
-import shutil
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from remoe_cli import atomic
-from remoe_cli.delta.delta import Delta, stored_bytes
-from remoe_cli.errors import DeltaError, RunError
+from remoe_cli.delta.delta import Delta
+from remoe_cli.errors import DeltaError
 from remoe_cli.families import Gate, Heads, KINDS
-from remoe_cli.hub.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -71,35 +65,3 @@ def put(model: "nn.Module", gates: dict[str, "torch.Tensor"]) -> None:
     with torch.no_grad():
         for name, tensor in gates.items():
             parameters[name].copy_(tensor)
-
-
-def patched_copy(delta: Delta, checkpoint: Checkpoint, out: Path) -> Path:
-    """A full copy of the checkpoint in which only the gates' bytes differ: safe for every loader.
-
-    Raises DeltaError for the wrong base, RunError when `out` is taken, not writable or the disk too small.
-    """
-    already = delta.is_applied(checkpoint)
-    names = [path for path in checkpoint.folder.iterdir() if path.is_file() and not path.name.startswith(".")]
-    stray = {path.name for path in names if path.suffix == ".safetensors"} - {path.name for path in checkpoint.files}
-    names = [path for path in names if path.name not in stray and path.suffix not in (".bin", ".pt", ".gguf")]
-    atomic.make_folder(out.parent)
-    needed, free = sum(path.stat().st_size for path in names), shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise RunError(
-            f"{out} needs {needed / 1e9:.1f} GB and {out.parent} has {free / 1e9:.1f} GB free.",
-            "the same command with --out on another disk",
-        )
-    with atomic.new_folder(out) as scratch:
-        for path in names:
-            shutil.copyfile(path, scratch / path.name)
-        if not already:
-            for name, tensor in delta.tensors.items():
-                info = checkpoint.tensors[name]
-                with open(scratch / info.file.name, "r+b") as stream:
-                    stream.seek(info.offset)
-                    stream.write(stored_bytes(tensor))
-                    stream.flush()
-                    os.fsync(stream.fileno())
-        facts = {"base": delta.base, "commit": delta.commit, "recipe": delta.recipe, "gates": len(delta.tensors)}
-        atomic.write(scratch / "remoe_applied.json", json.dumps(facts, indent=1) + "\n")
-    return out

@@ -138,6 +138,17 @@ def disk_names(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, st
     return {memory: disk for disk, (memory, merged) in found.items() if merged is None}
 
 
+def router_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """On-disk -> in-memory name of every tensor of the modules that own a gate, gates and buffers alike, from the headers alone.
+
+    Raises as `gate_disk_names`.
+    """
+    model = _meta_model(checkpoint, torch.float32)
+    modules = {name.rpartition(".")[0] for name in gate_disk_names(model, checkpoint)}
+    found = disk_names(model, checkpoint)
+    return {disk: memory for memory, disk in found.items() if memory.rpartition(".")[0] in modules}
+
+
 def on_disk(
     model: "PreTrainedModel", checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from remoe_cli.errors import CheckpointError
 
-_MAX_HEADER = 100_000_000  # the safetensors format's own bound, bytes
+_MAX_HEADER = 100_000_000  # the safetensors format's own bound, bytes; no JSON file of a model is larger either
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
+_MAX_NAME = 255  # bytes of a file's name, characters of a tensor's
+_MAX_DIMS = 64  # torch's own bound
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -127,23 +129,35 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if len(name) > _MAX_NAME:
+            raise ValueError(f"its header names a tensor in {len(name):,} characters")
         try:
-            begin, end = (int(offset) for offset in entry["data_offsets"])
-            info = TensorInfo(file, start + begin, end - begin, str(entry["dtype"]), tuple(map(int, entry["shape"])))
+            (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+            info = TensorInfo(file, start + begin, end - begin, entry["dtype"], shape)
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"its header does not say where {name} lies") from None
+        numbers = (begin, end, *shape)
+        if not isinstance(info.dtype, str) or len(shape) > _MAX_DIMS or not all(map(_is_size, numbers)):
+            raise ValueError(f"its header does not say where {name} lies")
         size_of_one = _ITEM_BYTES.get(info.dtype)
-        if not 0 <= begin <= end or size_of_one not in (None, info.nbytes / max(1, math.prod(info.shape))):
+        if begin > end or (size_of_one is not None and info.nbytes != size_of_one * math.prod(shape)):
             raise ValueError(f"its header puts {name} {list(info.shape)} at the bytes {begin} to {end}")
         if start + end > size:
             raise ValueError(f"it holds {size:,} bytes but {name} ends at {start + end:,}")
         found[name] = info
+    before = start
+    for name, info in sorted(found.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if info.offset < before:
+            raise ValueError(f"its header gives bytes of {name} to another tensor too")
+        before = info.offset + info.nbytes
     return found
 
 
 def read_object(path: Path) -> dict:
     """A JSON file that holds one object. Raises CheckpointError when it cannot be read or holds anything else."""
     try:
+        if (size := path.stat().st_size) > _MAX_HEADER:
+            raise ValueError(f"it holds {size:,} bytes")
         return _parsed(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
@@ -160,7 +174,19 @@ def indexed(index: Path) -> list[str]:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+    """Of a weight file in the model's own folder: nothing that leads out of it, is hidden, or is no name at all."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and len(name.encode()) <= _MAX_NAME
+        and not name.startswith(".")
+        and name.endswith(".safetensors")
+        and Path(name).name == name
+    )
+
+
+def _is_size(number: object) -> bool:
+    return type(number) is int and 0 <= number < 2**63
 
 
 def _parsed(text: bytes) -> dict:

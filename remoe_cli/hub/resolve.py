@@ -67,20 +67,25 @@ def fetch_config(model: str) -> Found:
     return Found(repo, commit, folder, read_object(folder / "config.json"), files)
 
 
-def fetch_repository(name: str, needed: Sequence[str], others: Sequence[str] = ()) -> tuple[Path, str]:
+def fetch_repository(
+    name: str, needed: Sequence[str], others: Sequence[str] = (), large: Sequence[str] = ()
+) -> tuple[Path, str]:
     """The named files of a delta, those of `others` where there are any, and the commit they are of.
 
-    name: "org/name[@revision]". Raises HubError, also when a needed file is not there.
+    name: "org/name[@revision]". large: patterns; every file at the top that one matches comes too, announced and with
+    progress. Raises HubError, also when a needed file is not there, or none of a pattern.
     """
     repo, revision = split(name, "delta")
     commit, files = _pinned(repo, revision, needed[0], name, "delta")
     if files is not None:
-        lacking = [wanted for wanted in needed if wanted not in files]
+        top = [file for file in files if "/" not in file]
+        lacking = [wanted for wanted in (*needed, *large) if not any(Path(file).match(wanted) for file in top)]
         if lacking:
             raise HubError(f"{repo} on {endpoint()} holds no {lacking[0]}.", f"open {endpoint()}/{repo}")
         download(repo, commit, {wanted: files[wanted] for wanted in (*needed, *others) if wanted in files})
+        _fetch_large(repo, commit, {file: files[file] for file in top if any(Path(file).match(p) for p in large)})
     folder = _folder(repo, revision, commit, needed[0])
-    absent = [wanted for wanted in needed if not (folder / wanted).is_file()]
+    absent = [wanted for wanted in (*needed, *large) if not any(folder.glob(wanted))]
     if absent:
         raise _incomplete(repo, "delta", f"the cache {cache()} lacks {absent[0]} of {repo}")
     return folder, commit
@@ -147,10 +152,7 @@ def _fetch_weights(found: Found, commit: str) -> None:
     names = [name for name in found.files if "/" not in name and any(Path(name).match(p) for p in _BESIDE_WEIGHTS)]
     download(found.id, commit, {name: found.files[name] for name in names})
     shards = _shards(found, found.files)
-    absent = {name: found.files[name] for name in shards if not (found.folder / name).exists()}
-    if absent:
-        _announce(found, len(absent), total_size(absent))
-        download(found.id, commit, absent, large=True)
+    _fetch_large(found.id, commit, {name: found.files[name] for name in shards}, "weight file")
     for name in shards:
         held, size = (found.folder / name).stat().st_size, found.files[name].size
         if size not in (None, held):
@@ -193,19 +195,27 @@ def _incomplete(repo: str, kind: str, held: str) -> HubError:
     return HubError(f"{endpoint()} gives no answer, and {held}.", "the same command once the Hub answers")
 
 
-def _announce(found: Found, files: int, size: int | None) -> None:
+def _fetch_large(repo: str, commit: str, files: dict[str, RemoteFile], what: str = "file") -> None:
+    """What of these the cache lacks, said so and with progress."""
+    absent = {name: file for name, file in files.items() if cached(repo, name, commit) is None}
+    if absent:
+        _announce(repo, commit, len(absent), what, total_size(absent))
+        download(repo, commit, absent, large=True)
+
+
+def _announce(repo: str, commit: str, files: int, what: str, size: int | None) -> None:
     """Says what comes; refuses when the disk has no room for it. size: None when the Hub does not tell it."""
     place = next(folder for folder in (cache(), *cache().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if size is not None and size > free:
         raise HubError(
-            f"{found.id} needs {_gigabytes(size)} more, and {cache()} has {_gigabytes(free)} free.",
+            f"{repo} needs {_gigabytes(size)} more, and {cache()} has {_gigabytes(free)} free.",
             "HF_HOME=/a/disk/with/room before the same command",
         )
     anonymous = "" if has_token() else ", without a token"
-    count = "1 weight file" if files == 1 else f"{files} weight files"
+    count = f"1 {what}" if files == 1 else f"{files} {what}s"
     told = "of unknown size" if size is None else _gigabytes(size)
-    note(f"Downloading {found.id}@{str(found.commit)[:8]}: {count}, {told}, to {cache()}{anonymous}")
+    note(f"Downloading {repo}@{commit[:8]}: {count}, {told}, to {cache()}{anonymous}")
 
 
 def _gigabytes(size: int) -> str:

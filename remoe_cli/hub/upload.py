@@ -10,6 +10,7 @@ from typing import Any
 
 from remoe_cli.console import note
 from remoe_cli.delta import BESIDE
+from remoe_cli.delta.peft import ADAPTER
 from remoe_cli.errors import HubError, UsageError
 from remoe_cli.hub.download import remote_files
 from remoe_cli.hub.failures import broken, chain, explain, has_token, said_by, status_of, timeout, without_token
@@ -198,8 +199,11 @@ def _holds(info: Any, folder: Path, files: list[str]) -> bool:
 
 
 def _left_over(info: Any, files: list[str]) -> list[str]:
-    """What a former delta had beside its gates and this one lacks, such as a report: it would speak of other gates."""
-    return [name for name in BESIDE if name in remote_files(info) and name not in files]
+    """What a former delta had beside its gates and this one lacks, such as a report: it would speak of other gates.
+
+    GGUFs stay: they are large, and may be somebody else's; `remoe pull --as gguf` looks into them.
+    """
+    return [name for name in (*BESIDE, *ADAPTER) if name in remote_files(info) and name not in files]
 
 
 def _open_requests(api: Any, target: str, title: str) -> list[int]:

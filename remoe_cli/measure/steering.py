@@ -3,7 +3,9 @@ all figures are made on the other half. The control law is train/steer.py's."""
 
 import json
 import math
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from remoe_cli.run import Run
 from remoe_cli.train.data import Documents
 from remoe_cli.train.steer import interval, next_factor, Point, START
 
+RECENT = "steering"  # a folder
+MEAN_OF = 4  # measurements
 _SAME = ("gates_sha256", "data", "data_sha256")  # in run.json
 CE_ONLY = (
     "objective.scale=0",
@@ -66,7 +70,10 @@ def unsteered(documents: Documents, delta: str | None) -> Documents:
 
 class Steering:
     """`train(..., steer=steering)` after `begin`. Each point is appended to the run's steering.jsonl as it is made, so that
-    a resumed run goes on from those of the steps that it keeps; the factor depends on nothing else."""
+    a resumed run goes on from those of the steps that it keeps; the factor depends on nothing else.
+
+    Where the learning rate falls, gates are noisy until it has: what would be measured is not what is shipped. So the mean of
+    the last gates is measured there, which is about where a falling rate ends."""
 
     def __init__(
         self, run: Run, recipe: Recipe, model: torch.nn.Module, gates: list[Gate], texts: list[list[int]]
@@ -76,6 +83,9 @@ class Steering:
         assert limit is not None
         self._limit, self._file, self._recipe = limit, run.steering, recipe
         self._model, self._gates, self._texts = model, gates, texts
+        train = recipe.train
+        falls = (train.lr_decay > 0 or train.schedule != "constant") and train.scope.startswith("gates")
+        self._recent = _Recent(gates, run.folder / RECENT) if falls and "lora" not in train.scope else None
         self.points: list[Point] = []
         if "steering" not in run.facts:
             run.note(steering={"limit": limit, "texts": len(texts), "base_loss": self._loss()})
@@ -85,13 +95,16 @@ class Steering:
         """done: steps that were completed before."""
         self.points = [one for one in read_path(self._file) if one.step <= done and one.steer is not None]
         atomic.write(self._file, "".join(map(_line, self.points)))
+        if self._recent:
+            self._recent.begin([one.step for one in self.points])
 
     def __call__(self, step: int) -> float:
         """The factor for this step, before which `step` - 1 are completed."""
         done, settings = step - 1, self._recipe.train
         last = self.points[-1] if self.points else None
         if last is None or (done % interval(settings.steps) == 0 and last.step < done):
-            change = self.change() if done else 0.0
+            with self._recent.mean_with(done) if self._recent else nullcontext():
+                change = self.change() if done else 0.0
             last = Point(done, change, next_factor(self.points, change, self._limit))
             self._append(last)
         return START if last.steer is None else last.steer
@@ -99,6 +112,8 @@ class Steering:
     def finish(self, step: int) -> float:
         """The change at the run's end, by what the model now holds."""
         change = self.change()
+        if self._recent:
+            self._recent.end()
         self._append(Point(step, change, None))
         return change
 
@@ -116,6 +131,51 @@ class Steering:
         self.points.append(point)
         with open(self._file, "a") as stream:
             stream.write(_line(point))
+
+
+class _Recent:
+    """The gates of the last measurements, and their mean. Each lies in a file until the run's end, for a resumed one."""
+
+    def __init__(self, gates: list[Gate], folder: Path) -> None:
+        self._parameters = {name: tensor for gate in gates for name, tensor in gate.parameters.items()}
+        self._folder = folder
+        self._last: list[dict[str, torch.Tensor]] = []
+
+    def begin(self, steps: list[int]) -> None:
+        """steps: of the measurements that the run goes on from. Raises RunError where theirs are missing."""
+        self._last = [self._read(self._folder / f"{step}.safetensors") for step in steps[-MEAN_OF:]]
+
+    def _read(self, file: Path) -> dict[str, torch.Tensor]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            return load(file.read_bytes())
+        except (OSError, SafetensorError):
+            raise RunError(f"{file} is missing or damaged.", "the same command without --resume") from None
+
+    @contextmanager
+    def mean_with(self, step: int) -> Iterator[None]:
+        """The model holds the mean of the last gates, these among them; afterwards its own again."""
+        from safetensors.torch import save
+
+        own = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
+        self._last = [*self._last, {name: tensor.cpu() for name, tensor in own.items()}][-MEAN_OF:]
+        atomic.make_folder(self._folder)
+        atomic.write(self._folder / f"{step}.safetensors", save(self._last[-1]))
+        try:
+            self._put({name: torch.stack([gates[name].float() for gates in self._last]).mean(0) for name in own})
+            yield
+        finally:
+            self._put(own)
+
+    def end(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _put(self, tensors: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self._parameters[name].copy_(tensor)
 
 
 def ce_only_beside(run: Run) -> Run | None:
@@ -148,7 +208,7 @@ def _is_control(one: Run, run: Run) -> bool:
     if one.status != "finished" or any(facts.get(key) != others.get(key) for key in _SAME) or not one.has_delta:
         return False
     recipe, other = one.recipe, run.recipe
-    return is_ce_only(recipe) and _same_training(recipe) == _same_training(other) and recipe.data == other.data
+    return is_ce_only(recipe) and same_training(recipe) == same_training(other) and recipe.data == other.data
 
 
 def is_ce_only(recipe: Recipe) -> bool:
@@ -158,8 +218,9 @@ def is_ce_only(recipe: Recipe) -> bool:
     return only and recipe.train.scope != "heads"
 
 
-def _same_training(recipe: Recipe) -> Train:
-    """Heads learn from locality alone, and nothing learns from them."""
+def same_training(recipe: Recipe) -> Train:
+    """What two runs of equal texts must share to be each other's control. Heads learn from locality alone, and nothing
+    learns from them."""
     scope = recipe.train.scope.removesuffix("+heads")
     return replace(recipe.train, scope=scope, max_ppl="off", save_seconds=0.0, checkpointing=False)
 

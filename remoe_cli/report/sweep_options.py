@@ -14,7 +14,7 @@ from remoe_cli.recipe import limit_of
 
 STEERED = "limit"  # the weight that --max-ppl finds
 AGAIN = "remoe sweep demo --weights 0.5,1,2 --cache 8,12"
-_NUMBER = re.compile(r"\d{1,9}(\.\d*)?|\.\d+")
+_NUMBER = re.compile(r"(\d{1,9}(\.\d*)?|\.\d+)([eE][+-]?\d)?")
 
 
 @dataclass(frozen=True)

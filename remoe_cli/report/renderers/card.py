@@ -1,6 +1,7 @@
 """The model card of a pushed delta, written from its report."""
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any, TYPE_CHECKING
 
 import yaml
@@ -20,14 +21,21 @@ def card(
     *,
     name: str,
     licence: Mapping[str, str],
+    adapter: bool = False,
+    ggufs: Sequence[str] = (),
 ) -> str:
     """README.md: metadata block, results with their conditions, how to use, licence, limits.
 
     facts: the run's run.json; name: what the delta is found by; licence: the base's (`hub.licence`), empty if unknown.
+    adapter, ggufs: the PEFT adapter and the GGUF files (all parts) that lie beside the delta.
     """
     header: dict[str, Any] = {
         "library_name": "remoe",
-        "tags": ["remoe", "mixture-of-experts", "expert-cache", "router", delta.model_type],
+        "tags": [
+            *("remoe", "mixture-of-experts", "expert-cache", "router", delta.model_type),
+            *(["peft"] if adapter else []),
+            *(["gguf"] if ggufs else []),
+        ],
         **({"base_model": delta.base, "base_model_relation": "adapter"} if delta.commit else {}),
         **licence,
     }
@@ -49,7 +57,7 @@ A router delta: the gates of {layers} MoE layers ({size:.2f} MB), tuned with the
 tokens use the same experts more often. {_extent(delta, recipe)} When only some experts fit in fast
 memory, fewer of them have to be loaded for each token.
 
-Base: `{pinned}` ({delta.model_type}). {100 * delta.changed:.1f} % of the gate elements differ from the base after the cast to its dtype.
+Base: `{pinned}` ({delta.model_type}).{_changed(delta)}
 
 ## Results
 
@@ -69,7 +77,7 @@ or look at the files first:
 
     remoe pull {name}
 
-The delta is refused on any other base or revision: `remoe.json` holds the sha256 of every gate it was made from.
+{_adapter(pinned, name) if adapter else ""}{_ggufs(ggufs, name) if ggufs else ""}The delta is refused on any other base or revision: `remoe.json` holds the sha256 of every gate it was made from.
 
 ## Licence
 
@@ -82,6 +90,41 @@ The delta is refused on any other base or revision: `remoe.json` holds the sha25
 - Times depend on the machine; bytes a token do not.
 
 Method: ReMoE (arXiv 2605.27081). The full recipe is in `recipe.yaml`{", all figures in `report.json`" if report is not None else ""}.
+"""
+
+
+def _changed(delta: "Delta") -> str:
+    if delta.changed is None:
+        return ""
+    held = "as they are stored here" if delta.is_float32 else "after the cast to its dtype"
+    return f" {100 * delta.changed:.1f} % of the gate elements differ from the base {held}."
+
+
+def _adapter(pinned: str, name: str) -> str:
+    base, _, commit = pinned.partition("@")
+    revision = f", revision={commit!r}" if commit else ""
+    return f"""With PEFT (the adapter here is the same gates, whole; nothing is approximated):
+
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained({base!r}{revision}, dtype="auto")
+    model = PeftModel.from_pretrained(model, {name!r})
+
+"""
+
+
+def _ggufs(ggufs: Sequence[str], name: str) -> str:
+    """The first part stands for a split file."""
+    firsts = [file for file in ggufs if "-of-" not in file or "-00001-of-" in file]
+    runs = "\n".join(f"    llama-cli -m {shlex.quote(file)} -p 'Hello'" for file in firsts)
+    from_file = f"FROM ./{firsts[0]}"
+    return f"""With llama.cpp, whose gates are in {"these files" if len(ggufs) > 1 else "this file"} already:
+
+    hf download {name} {" ".join(map(shlex.quote, ggufs))} --local-dir .
+{runs}
+
+With Ollama: `printf '{from_file}' > Modelfile && ollama create cacheable -f Modelfile && ollama run cacheable`
+
 """
 
 
