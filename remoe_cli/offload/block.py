@@ -159,7 +159,8 @@ class ExpertBlock:
         if self.bend is not None:
             resident = None if self._ledger.in_prefill else self.cache.resident
             own_NK = np.take_along_axis(weight_NK, order_NK, -1)
-            bent = self.bend.choose(*others[len(self.scores) :][:3], experts_NK, own_NK, resident)
+            ranked_NE, logs_NE, shares_NE = others[len(self.scores) :][:3]
+            bent = self.bend.choose(ranked_NE, logs_NE, shares_NE, experts_NK, own_NK, resident)
             if bent is not None:
                 self._ledger.rerouted += len({*bent[0]} - {*experts_NK[0].tolist()})
                 experts_NK, weights_NK = np.array([bent[0]], np.int16), bent[1][None].astype(np.float16)

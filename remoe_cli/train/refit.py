@@ -106,7 +106,8 @@ def balance(gate: Gate, hidden_ND: Tensor, logits_NE: Tensor, target_E: Tensor) 
     score_NE = gate.score.ranking(logits_NE, torch.zeros_like(bias_E))
     start_E, n_tokens = bias_E.clone(), len(logits_NE)
     rank_E = (target_E * n_tokens).round().long().clamp(0, n_tokens)
-    best_E, errors = start_E, []
+    best_E = start_E
+    errors: list[float] = []
     now_E = start_E.float()
     for turn in range(_ROUNDS + _STEPS):
         bias_E.copy_(now_E)
