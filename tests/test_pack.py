@@ -17,7 +17,7 @@ from commands import make_model, refused
 from test_delta import make_delta
 from tiny_models import EXPERTS, MODEL_TYPES
 
-from remoe_cli.delta.patch import patched_copy
+from remoe_cli.delta import patched_copy
 from remoe_cli.errors import CheckpointError, RunError
 from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint

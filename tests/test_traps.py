@@ -108,7 +108,7 @@ TRAPS = {
         ],
         "Holds sha256 of each base gate": [
             "test_delta.py::test_wrong_bases_are_refused_with_the_reason",
-            "test_delta.py::test_gates_of_another_dtype_than_the_base_are_refused",
+            "test_fingerprint.py::test_a_gate_is_known_by_its_values_in_any_dtype_that_holds_them",
             "test_delta.py::test_one_changed_gate_is_refused",
         ],
         "a gate that is itself quantised": ["test_traps.py::test_a_quantised_gate_is_refused"],
