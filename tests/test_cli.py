@@ -94,8 +94,8 @@ def test_the_whole_way(remoe, model, texts):
 
 def test_unknown_family(remoe, tmp_path):
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "phimoe", "num_local_experts": 16}))
-    refused(remoe("finetune", tmp_path / "model"), "phimoe", "deepseek_v2")
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "other_moe", "num_local_experts": 16}))
+    refused(remoe("finetune", tmp_path / "model"), "other_moe", "deepseek_v2")
 
 
 def test_dense_model(remoe, tmp_path):
