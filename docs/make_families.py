@@ -13,7 +13,7 @@ from remoe_cli.families import FAMILIES, Family, Score
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- begin: python docs/make_families.py -->", "<!-- end -->"
-SUITES = ("gates", "names", "choice", "training", "gradient", "delta", "offload")
+SUITES = ("gates", "names", "choice", "training", "gradient", "delta", "peft", "offload")
 
 
 def table() -> str:

@@ -1,12 +1,26 @@
 """remoe inspect: what a delta holds, and which base it belongs to."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from remoe_cli import run as runs
 from remoe_cli.apply import find_delta
+from remoe_cli.delta import FACTS, is_delta
 from remoe_cli.delta.stored import digest, dtype_label, stored_bytes
 from remoe_cli.errors import command
+from remoe_cli.hub.resolve import holds
 from remoe_cli.sizes import show_size
+
+
+def is_model(name: str) -> bool:
+    """False for what `inspect` is to take: a delta or run, here or on the Hub, or a folder that is neither. Raises HubError."""
+    folder = Path(name).expanduser()
+    if any(is_delta(one) for one in (folder, folder / "delta", runs.ROOT / name / "delta")):
+        return False
+    if name == "demo" or (folder / "config.json").is_file():
+        return True
+    return not folder.exists() and not (runs.ROOT / name).is_dir() and not holds(name, FACTS)
 
 
 def inspect(name: str) -> dict[str, Any]:

@@ -92,6 +92,7 @@ class LoopbackHub(ThreadingHTTPServer):
         self.faults: list[Fault] = []
         self.sizes: dict[str, int] = {}  # a path's size as *claimed*, to play a file too large for the disk
         self.log: list[str] = []
+        self.sent = 0  # bytes of files, ranges or whole
         self.lock = threading.Lock()
         for kind in ("model", "dataset"):
             for folder in sorted((root / f"{kind}s").glob("*/*")) if root else ():

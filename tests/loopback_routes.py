@@ -182,6 +182,9 @@ class Handler(BaseHTTPRequestHandler):
             first, last = int(given[1]), min(int(given[2] or len(data) - 1), len(data) - 1)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
             data, status = data[first : last + 1], 206
+        if self.command == "GET":
+            with self.server.lock:
+                self.server.sent += len(data)
         tag = f'"{etag(path, files[path])}"'
         self._send(data, status, {**headers, "X-Repo-Commit": sha, "ETag": tag, "Accept-Ranges": "bytes"})
 

@@ -114,7 +114,7 @@ def test_on_a_gpu_slots_are_counted_there_and_the_ram_tier_here(folders, monkeyp
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_dense_weights_are_counted_as_they_are_held(folders, family, dtype):
     checkpoint, layers = opened(folders, family)
-    outside = budget._outside(checkpoint, layers)
+    outside = budget.outside(checkpoint, layers)
     model, _ = load_without_experts(checkpoint, dtype)
     held = sum(parameter.numel() for parameter in model.parameters())
     held += sum(b.numel() for name, b in model.named_buffers() if name in model.state_dict())

@@ -40,14 +40,21 @@ def peft_adapter(delta: Delta, checkpoint: Checkpoint, out: Path, cast: bool = F
 def adapter_tensors(delta: Delta, checkpoint: Checkpoint, cast: bool = False) -> dict[str, "torch.Tensor"]:
     """In-memory name -> tensor, of every module that owns a gate: the tuned gates, and what else is in such a module (such as a
     bias that corrects scores) as the base has it. Raises as `peft_adapter`."""
+    from remoe_cli.families import known
     from remoe_cli.families.loader import router_names
 
+    if not known(checkpoint.model_type).adapts:
+        raise DeltaError(
+            f"{checkpoint.model_type}: its routers read a gate's weight past the module that PEFT replaces, so an adapter would "
+            "change nothing.",
+            f"remoe apply DELTA {checkpoint.id} --as copy --out DIR, or --as overlay",
+        )
     gates = gates_to_write(delta, checkpoint, cast, keep_f32=True)
     names = router_names(checkpoint)
     further = set(gates) - set(names)
     if further:
         raise DeltaError(
-            f"this delta changes more than gates, such as {min(further)}, and a PEFT adapter of remoe holds gates only.",
+            f"this delta changes more than gates, such as {min(further)}, and a PEFT adapter of remoe holds gates and what lies in the same module only.",
             f"remoe apply DELTA {checkpoint.id} --as copy --out DIR, or --as overlay",
         )
     owners = {names[name].rpartition(".")[0] for name in gates}

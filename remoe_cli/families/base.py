@@ -32,7 +32,8 @@ class Family:
     router that takes the gate's own input, "" the router itself. early: whether the block hands its own input to the
     router. capped: the router's attribute that bounds its logits by a tanh. apart: other routers, which stay as they are.
     reroutes: whether the K weights are P's, times one factor or scaled to one sum, so that those of other experts are known.
-    wrappers: multimodal model types of which this is the text part.
+    adapts: whether the module that owns the gate is called, so that PEFT can put another in its place. wrappers: multimodal
+    model types of which this is the text part.
     """
 
     model_type: str
@@ -51,6 +52,7 @@ class Family:
     capped: str = ""
     apart: tuple[str, ...] = ()
     reroutes: bool = True
+    adapts: bool = True
     stack: str = "layers"
     wrappers: tuple[str, ...] = ()
 

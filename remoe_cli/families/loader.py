@@ -143,9 +143,9 @@ def router_names(checkpoint: Checkpoint) -> dict[str, str]:
 
     Raises as `gate_disk_names`.
     """
-    model = _meta_model(checkpoint, torch.float32)
-    modules = {name.rpartition(".")[0] for name in gate_disk_names(model, checkpoint)}
-    found = disk_names(model, checkpoint)
+    model = meta_model(checkpoint, torch.float32)
+    modules = {name.rpartition(".")[0] for gate in find_gates(model) for name in gate.names}
+    found = disk_names(model, checkpoint) | gate_disk_names(model, checkpoint)
     return {disk: memory for memory, disk in found.items() if memory.rpartition(".")[0] in modules}
 
 
@@ -206,7 +206,7 @@ def load_without_experts(
     """
     from transformers.modeling_utils import LoadStateDictConfig
 
-    model = _meta_model(checkpoint, dtype)
+    model = meta_model(checkpoint, dtype)
     memory_names = renamed(model, checkpoint)
     rules, merges = _merges(model, checkpoint, memory_names)
     layers = _expert_layers(model, checkpoint, memory_names, merges)
@@ -237,7 +237,7 @@ def load_without_experts(
 
 def experts_on_disk(checkpoint: Checkpoint) -> list[ExpertLayer]:
     """Where the routed experts lie, from the headers of the files alone. Raises as `load_without_experts`."""
-    model = _meta_model(checkpoint, torch.float32)
+    model = meta_model(checkpoint, torch.float32)
     memory_names = renamed(model, checkpoint)
     return _expert_layers(model, checkpoint, memory_names, _merges(model, checkpoint, memory_names)[1])
 
@@ -256,7 +256,7 @@ def _expert_layers(
     return layers
 
 
-def _meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":
+def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":
     """The stock class without any memory for weights, its experts run one by one by the class's own code."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -53,6 +53,12 @@ def top_k_of(config: dict) -> int:
     return int(_top_k(config)[1])  # type: ignore[call-overload]
 
 
+def counts(config: dict) -> tuple[int, int | None]:
+    """Routed experts a layer, 0 for none, and experts a token, None where it is no whole number, of any config.json."""
+    top_k = _top_k(config)[1]
+    return _n_experts(config), top_k if type(top_k) is int else None
+
+
 def require_reroutable(gate: "Gate") -> None:
     """Raises FamilyError where nobody knows what another choice of experts would weigh."""
     if not gate.family.reroutes:

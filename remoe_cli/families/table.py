@@ -59,6 +59,7 @@ _SOFTMAX = [
         tensors=("classifier.weight",),
         bias="mlp.router.e_score_correction_bias",
         renormalised=_never,
+        adapts=False,
     ),
     # the p-norm of the K weights is 1; p = 1 is their sum
     Family(

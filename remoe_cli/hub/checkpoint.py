@@ -125,7 +125,13 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             header = _parsed(stream.read(length))
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror})") from None
-    start, found = 8 + length, {}
+    return placed(file, header, 8 + length, size)
+
+
+def placed(file: Path, header: dict, start: int, size: int) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors header. start: where the data begins in the file; size: the file's, bytes. Raises ValueError
+    with the reason when the header is damaged."""
+    found: dict[str, TensorInfo] = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue

@@ -91,6 +91,16 @@ def fetch_repository(
     return folder, commit
 
 
+def holds(name: str, file: str) -> bool:
+    """Whether a Hub repository, "org/name[@revision]", has that file; with the Hub out of reach, whether the cache has it.
+    Raises HubError."""
+    repo, revision = split(name)
+    if cached(repo, file, revision) is not None:
+        return True
+    files = _pinned(repo, revision, "config.json", name)[1]
+    return files is not None and file in files
+
+
 def split(model: str, kind: str = "model") -> tuple[str, str | None]:
     """("org/name", revision or None). kind: model or delta. Raises HubError for what can only be a path, or is no Hub id."""
     repo, _, revision = model.partition("@")
@@ -151,7 +161,7 @@ def _fetch_weights(found: Found, commit: str) -> None:
         return _check_cached(found)
     names = [name for name in found.files if "/" not in name and any(Path(name).match(p) for p in _BESIDE_WEIGHTS)]
     download(found.id, commit, {name: found.files[name] for name in names})
-    shards = _shards(found, found.files)
+    shards = weight_files(found, found.files)
     _fetch_large(found.id, commit, {name: found.files[name] for name in shards}, "weight file")
     for name in shards:
         held, size = (found.folder / name).stat().st_size, found.files[name].size
@@ -162,7 +172,7 @@ def _fetch_weights(found: Found, commit: str) -> None:
             )
 
 
-def _shards(found: Found, files: dict[str, RemoteFile]) -> list[str]:
+def weight_files(found: Found, files: dict[str, RemoteFile]) -> list[str]:
     """The weight files: those the index names, else the single one. Stray files beside them are not the model's."""
     if INDEX in files:
         return [name for name in indexed(found.folder / INDEX) if name in files]

@@ -33,6 +33,12 @@ class _Need(NamedTuple):
         return self.dense + max(self.slots + self.ram + self.host + self.tokens, self.loading) + WORKING_ROOM
 
 
+def decoder_bytes(dense: int, slots: int, loading: int) -> int:
+    """Bytes that a decoder takes before any token, without a RAM tier or staging. dense, slots: bytes of the weights outside the
+    experts and of all slots; loading: of the largest of those weights as it is stored."""
+    return _Need(0, dense, slots, 0, 0, loading).total
+
+
 def require(
     checkpoint: Checkpoint,
     layers: Sequence[ExpertLayer],
@@ -53,9 +59,9 @@ def require(
     tier; top_k: the smallest capacity; host: other bytes in host memory, on the way to slots; tokens: of the longest request,
     or of all those of a batch. On a GPU all but the RAM tier and `host` has to fit there.
     """
-    outside = _outside(checkpoint, layers)
-    dense = sum(math.prod(info.shape) for info in outside) * dtype.itemsize
-    loading = max((info.nbytes for info in outside), default=0)
+    rest = outside(checkpoint, layers)
+    dense = sum(math.prod(info.shape) for info in rest) * dtype.itemsize
+    loading = max((info.nbytes for info in rest), default=0)
     context = request_bytes(checkpoint.config, dtype, tokens)
     cuda = device.startswith("cuda")
 
@@ -152,7 +158,7 @@ def require_more(model: str, device: torch.device, nbytes: int) -> None:
         )
 
 
-def _outside(checkpoint: Checkpoint, layers: Sequence[ExpertLayer]) -> list[TensorInfo]:
+def outside(checkpoint: Checkpoint, layers: Sequence[ExpertLayer]) -> list[TensorInfo]:
     """The tensors that are no expert's. An expert's first byte is a tensor's, also where one tensor holds all experts."""
     experts = {piece[:2] for layer in layers for part in layer.parts for pieces in part.pieces for piece in pieces}
     return [info for info in checkpoint.tensors.values() if info[:2] not in experts]

@@ -58,6 +58,7 @@ _INDEXED = {
 _AT_ONCE = "its experts run as one product over all of them, on weighed copies of the tokens"
 _SORTED = "its experts take tokens sorted by expert, in two modules"
 _ONE_MATRIX = "its experts lie in one matrix, without a dimension for them"
+_PAST = "its router reads the weight of the module that PEFT replaces, and never calls it"
 _ZERO = "some of its experts have no weights"
 
 
@@ -182,7 +183,7 @@ ROWS: dict[str, Row] = {
     "phimoe": Row({"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": EXPERTS}, (), "PHIMOE"),
     "longcat_flash": Row({**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": TOP_K, "n_routed_experts":
         EXPERTS, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "head_dim": 8}, without=("num_hidden_layers",
-        "num_experts_per_tok"), bias=True, layers=2, experts=EXPERTS + 2, gaps={"offload": _ZERO}),
+        "num_experts_per_tok"), bias=True, layers=2, experts=EXPERTS + 2, gaps={"offload": _ZERO, "peft": _PAST}),
     "jetmoe": Row({"num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 24, "num_local_experts":
         EXPERTS}, gaps={"offload": _SORTED}),
     "dbrx": Row({"d_model": HIDDEN, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 256, "attn_config":

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from conformance.rows import EXPERTS, HIDDEN, LAYERS, settings_of
 from remoe_cli.errors import CheckpointError, FamilyError, RemoeError
 from remoe_cli.families import FAMILIES, family_of, find_gates
-from remoe_cli.families.loader import experts_on_disk, gate_disk_names, load_resident
+from remoe_cli.families.loader import experts_on_disk, gate_disk_names, load_resident, meta_model
 from remoe_cli.families.table import WRAPPERS
 from remoe_cli.hub.checkpoint import Checkpoint, INDEX
 from remoe_cli.offload import OffloadedDecoder
@@ -128,6 +128,21 @@ def test_a_gate_of_another_shape_is_refused(deepseek):
     save_file({**tensors, name: torch.zeros(EXPERTS // 2, HIDDEN)}, shard, metadata={"format": "pt"})
     with pytest.raises(RemoeError, match=r"cannot be loaded|does not fit"):
         load_resident(Checkpoint.open(deepseek), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.uint8], ids=str)
+def test_a_gate_that_someone_quantised_is_refused(deepseek, dtype):
+    """Although config.json says nothing of it."""
+    name = "model.layers.1.mlp.gate.weight"
+    shard = Checkpoint.open(deepseek).tensors[name].file
+    tensors = load_file(shard)
+    save_file({**tensors, name: tensors[name].to(dtype)}, shard, metadata={"format": "pt"})
+    checkpoint = Checkpoint.open(deepseek)
+    assert family_of(checkpoint.config).model_type == "deepseek_v3"
+    model = meta_model(checkpoint, torch.float32)
+    with pytest.raises(FamilyError, match=f"the gate {name} is stored as .*must be BF16, F16 or F32") as caught:
+        gate_disk_names(model, checkpoint)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("model_type", ["doge", "zaya", "inkling_text", "mistral4", "minimax_m3_vl"])

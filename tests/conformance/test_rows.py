@@ -6,9 +6,10 @@ import pytest
 import torch
 from training import CE_ONLY, documents_of, recipe_of
 
+from conformance.built import IDS, PROMPT
 from conformance.rows import EXPERTS, HIDDEN, LAYERS, PRESENT, ROWS, TOP_K
 from remoe_cli.apply import apply
-from remoe_cli.delta import Delta, put
+from remoe_cli.delta import put
 from remoe_cli.families import FAMILIES, find_gates, RouterTap
 from remoe_cli.families.loader import kept_cache, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
@@ -17,8 +18,7 @@ from remoe_cli.recipe import Objective
 from remoe_cli.train.packing import batches
 from remoe_cli.train.trainer import _Loop, train
 
-PROMPT, NEW = [5, 17, 80, 3, 99, 41, 64, 12], 6
-IDS = torch.tensor([PROMPT, PROMPT[::-1]])
+NEW = 6
 LOCALITY = Objective(trust=0.0, scale=5.0)  # Trust compares with gates on hidden states that move with the gates
 
 
@@ -148,20 +148,41 @@ def _slopes(model, gates: list, objective: Objective, seed: int) -> tuple[float,
 
 
 @rows("delta")
-def test_delta_and_patched_copy_give_the_tuned_logits(built, tmp_path):
-    generator = torch.Generator().manual_seed(1)
-    tuned = {name: built.checkpoint.read(disk) for name, disk in built.disk_names.items()}
-    tuned = {name: gate + 0.5 * torch.randn(gate.shape, generator=generator) for name, gate in tuned.items()}
-    model = load_resident(built.checkpoint, torch.float32, "cpu")  # a copy of gemma4 computes other last bits
-    put(model, tuned)
-    on_disk = {built.disk_names[name]: gate for name, gate in tuned.items()}
-    Delta.of(built.checkpoint, on_disk, "remoe", {}).save(tmp_path / "delta")
-    out = apply(str(tmp_path / "delta"), str(built.checkpoint.folder), tmp_path / "patched")
-    again = load_resident(Checkpoint.open(out), torch.float32, "cpu")
+@pytest.mark.parametrize("form", ["copy", "overlay"])
+def test_delta_applied_and_loaded_again_gives_the_tuned_logits(built, tmp_path, form):
+    out = apply(str(built.delta), str(built.checkpoint.folder), tmp_path / form, form)
     with torch.no_grad():
-        expected = model(IDS).logits
-        assert torch.equal(again(IDS).logits, expected)
-        assert not torch.equal(built.model(IDS).logits, expected)
+        assert torch.equal(load_resident(Checkpoint.open(out), torch.float32, "cpu")(IDS).logits, built.tuned_logits)
+        assert not torch.equal(built.model(IDS).logits, built.tuned_logits)
+
+
+@rows("peft")
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")  # said of every module that is no norm layer
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # ernie's bias, which stays the base's
+def test_delta_in_peft_gives_the_tuned_logits(built, tmp_path):
+    """Of gates, and with the selection biases where those lie in the same module."""
+    peft = pytest.importorskip("peft")
+    modules = {name.rpartition(".")[0] for gate in built.gates for name in gate.names}
+    inside = {name for gate in built.gates for name in gate.biases if name.rpartition(".")[0] in modules}
+    for biases in [set()] + [inside] * bool(inside):
+        names = {name for gate in built.gates for name in gate.names} | biases
+        delta = built.delta_of(names, tmp_path / f"delta-{len(names)}")
+        adapter = apply(str(delta), str(built.checkpoint.folder), tmp_path / f"peft-{len(names)}", "peft")
+        model = load_resident(built.checkpoint, torch.float32, "cpu")
+        for parameter in model.parameters():  # in memory aligned as that of PEFT's copies: else the last bits differ
+            parameter.data = parameter.data.clone()
+        stock = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in names}
+        put(model, {name: built.tuned[name] for name in names})
+        with torch.no_grad():
+            expected = model(IDS).logits
+            put(model, stock)
+            tuned = peft.PeftModel.from_pretrained(model, adapter)
+            found = tuned(IDS).logits
+            assert torch.equal(found, expected) or (  # jamba: 4e-6 apart, with every parameter the same
+                built.model_type == "jamba" and torch.allclose(found, expected, rtol=0, atol=1e-5)
+            )
+            with tuned.disable_adapter():
+                assert not torch.equal(tuned(IDS).logits, expected)
 
 
 @rows("offload")
