@@ -26,7 +26,7 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wr
             f"{model} is a dense model (model_type {model_type!r}, no experts in its config): it has no gate to tune. {allowed}",
             "remoe finetune demo",
         )
-    if model_type not in supported and model_type not in wrappers:
+    if not isinstance(model_type, str) or (model_type not in supported and model_type not in wrappers):
         native = "auto_map" not in config
         code = "" if native else " and which brings code of its own, which remoe never runs"
         raise FamilyError(
