@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import demo_gguf
+import gguf
 import numpy as np
 import pytest
 import tiny_models
 import torch
+from conformance.rows import ROWS
 from demo_gguf import noisy
 
 from remoe_cli.delta import Delta
 from remoe_cli.errors import CheckpointError, DeltaError, RemoeError, RunError
-from remoe_cli.families import FAMILIES
 from remoe_cli.gguf import parts, patch_copy, patch_in_place, state, undo
 from remoe_cli.gguf.header import read_header
 from remoe_cli.gguf.names import ARCHITECTURES, GATE
@@ -74,8 +75,9 @@ def split(tmp_path_factory, tmp_path):
     return demo_gguf.write(checkpoint, tmp_path / "model.gguf", parts=3), noisy(checkpoint)
 
 
-def test_every_family_has_an_architecture():
-    assert set(ARCHITECTURES) == set(FAMILIES)
+def test_every_family_that_gguf_py_knows_has_its_architecture():
+    known = {name: getattr(gguf.MODEL_ARCH, row.gguf) for name, row in ROWS.items() if row.gguf}
+    assert {name: gguf.MODEL_ARCH_NAMES[number] for name, number in known.items()} == ARCHITECTURES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,14 +5,38 @@ from collections.abc import Iterable
 
 from remoe_cli.errors import DeltaError, RunError
 
-# model_type -> general.architecture
+# model_type -> general.architecture, of the families that llama.cpp has; a gate that it stores otherwise fails its fingerprint
 ARCHITECTURES = {
+    "afmoe": "afmoe",
+    "dbrx": "dbrx",
     "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
+    "gemma4_text": "gemma4",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "glm_moe_dsa": "glm-dsa",
     "gpt_oss": "gpt-oss",
+    "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "jamba": "jamba",
+    "kimi_linear": "kimi-linear",
+    "lfm2_moe": "lfm2moe",
+    "llama4_text": "llama4",
+    "mimo_v2_flash": "mimo2",
+    "minimax_m2": "minimax-m2",
     "mixtral": "llama",
+    "nemotron_h": "nemotron_h_moe",
     "olmoe": "olmoe",
+    "phimoe": "phimoe",
     "qwen2_moe": "qwen2moe",
+    "qwen3_5_moe_text": "qwen35moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
 }
 GATE = re.compile(r"blk\.\d+\.ffn_gate_inp\.(weight|bias)")
 
