@@ -1,11 +1,11 @@
 """remoe pack: a copy of a model's experts in which each takes one read."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from remoe_cli import atomic
 from remoe_cli.console import progress
+from remoe_cli.copies import require_room
 from remoe_cli.errors import command, RunError
 from remoe_cli.families import family_of
 from remoe_cli.families.loader import experts_on_disk
@@ -34,7 +34,7 @@ def pack(model: str, out: Path, *, force: bool = False) -> dict[str, Any]:
             command("decode", model, cache=top_k),
         )
     needed = store.packed_bytes(layers)
-    _check_room(out, needed)
+    require_room(needed, out)
     with progress("pack", needed, in_bytes=True) as bar:
         store.write(layers, checkpoint, out, on_bytes=bar.update)
     return {
@@ -58,13 +58,3 @@ def summary(done: dict[str, Any]) -> str:
             f"Next: {command('decode', done['model'], cache=done['top_k'], pack=done['folder'])}",
         ]
     )
-
-
-def _check_room(out: Path, needed: int) -> None:
-    place = next(folder for folder in out.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise RunError(
-            f"{out} needs {show_size(needed)} and {place} has {show_size(free)} free.",
-            "the same command with --out on another disk",
-        )

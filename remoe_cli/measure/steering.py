@@ -15,6 +15,7 @@ import torch
 from remoe_cli import atomic
 from remoe_cli import run as runs
 from remoe_cli.console import note
+from remoe_cli.delta import put
 from remoe_cli.errors import command, DataError, RunError
 from remoe_cli.families import Gate
 from remoe_cli.measure.text import measure_rows
@@ -85,7 +86,7 @@ class Steering:
         self._model, self._gates, self._texts = model, gates, texts
         train = recipe.train
         falls = (train.lr_decay > 0 or train.schedule != "constant") and train.scope.startswith("gates")
-        self._recent = _Recent(gates, run.folder / RECENT) if falls and "lora" not in train.scope else None
+        self._recent = _Recent(model, gates, run.folder / RECENT) if falls and "lora" not in train.scope else None
         self.points: list[Point] = []
         if "steering" not in run.facts:
             run.note(steering={"limit": limit, "texts": len(texts), "base_loss": self._loss()})
@@ -136,9 +137,9 @@ class Steering:
 class _Recent:
     """The gates of the last measurements, and their mean. Each lies in a file until the run's end, for a resumed one."""
 
-    def __init__(self, gates: list[Gate], folder: Path) -> None:
+    def __init__(self, model: torch.nn.Module, gates: list[Gate], folder: Path) -> None:
+        self._model, self._folder = model, folder
         self._parameters = {name: tensor for gate in gates for name, tensor in gate.parameters.items()}
-        self._folder = folder
         self._last: list[dict[str, torch.Tensor]] = []
 
     def begin(self, steps: list[int]) -> None:
@@ -164,18 +165,13 @@ class _Recent:
         atomic.make_folder(self._folder)
         atomic.write(self._folder / f"{step}.safetensors", save(self._last[-1]))
         try:
-            self._put({name: torch.stack([gates[name].float() for gates in self._last]).mean(0) for name in own})
+            put(self._model, {name: torch.stack([gates[name].float() for gates in self._last]).mean(0) for name in own})
             yield
         finally:
-            self._put(own)
+            put(self._model, own)
 
     def end(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _put(self, tensors: dict[str, torch.Tensor]) -> None:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                self._parameters[name].copy_(tensor)
 
 
 def ce_only_beside(run: Run) -> Run | None:
