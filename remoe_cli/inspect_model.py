@@ -9,6 +9,7 @@ from remoe_cli.delta.stored import dtype_label
 from remoe_cli.errors import CacheError, command, FamilyError, HubError
 from remoe_cli.families import FAMILIES, family_of, find_gates, Gate, WRAPPERS
 from remoe_cli.families.loader import compute_dtype, DTYPES, experts_on_disk, gate_disk_names, meta_model
+from remoe_cli.families.quantised import BYTES, shape_of
 from remoe_cli.families.refuse import counts
 from remoe_cli.hub.headers import fetch_headers, Headers
 from remoe_cli.hub.resolve import fetch_config
@@ -26,11 +27,12 @@ _SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_expert
 
 class _Sizes(NamedTuple):
     """one, outside: bytes of an expert and of all that is no routed expert's, as stored; dtype: in which they are computed with;
-    elements: outside; loading: bytes of the largest tensor outside."""
+    slot: bytes of an expert in it; elements: outside; loading: bytes of the largest tensor outside."""
 
     one: int
     outside: int
     dtype: torch.dtype
+    slot: int
     elements: int
     loading: int
 
@@ -120,12 +122,14 @@ def _stored(headers: Headers) -> _Sizes:
     layers = experts_on_disk(headers)
     rest = budget.outside(headers, layers)
     dtype = compute_dtype(headers, "cpu")
-    elements, loading = sum(torch.Size(info.shape).numel() for info in rest), max(info.nbytes for info in rest)
-    return _Sizes(one_expert_bytes(layers), sum(info.nbytes for info in rest), dtype, elements, loading)
+    elements, loading = sum(torch.Size(shape_of(info)).numel() for info in rest), max(info.nbytes for info in rest)
+    stored = sum(info.nbytes for info in rest)
+    slot = sum(torch.Size(part.shape).numel() for part in layers[0].parts) * dtype.itemsize
+    return _Sizes(one_expert_bytes(layers), stored, dtype, slot, elements, loading)
 
 
 def _assumed(model: "PreTrainedModel", gates: Sequence[Gate], config: dict) -> _Sizes | None:
-    """As if every tensor were stored in config.json's own dtype; None where it names none."""
+    """As if every tensor were stored in config.json's own dtype, experts as it quantises them; None where it names none."""
     parts = (config, config.get("text_config") or {})
     named = next(
         (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), ""
@@ -136,13 +140,15 @@ def _assumed(model: "PreTrainedModel", gates: Sequence[Gate], config: dict) -> _
     experts = [parameter for gate in gates for parameter in gate.experts.parameters()]
     theirs = {id(parameter) for parameter in experts}
     rest = [parameter.numel() for parameter in model.parameters() if id(parameter) not in theirs]
-    one = sum(p.numel() for p in experts) // sum(gate.n_experts for gate in gates) * dtype.itemsize
-    return _Sizes(one, sum(rest) * dtype.itemsize, dtype, sum(rest), max(rest) * dtype.itemsize)
+    slot = sum(p.numel() for p in experts) // sum(gate.n_experts for gate in gates) * dtype.itemsize
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    one = slot if method is None else int(slot // dtype.itemsize * BYTES[method])
+    return _Sizes(one, sum(rest) * dtype.itemsize, dtype, slot, sum(rest), max(rest) * dtype.itemsize)
 
 
 def _memory(sizes: _Sizes, slots: int) -> int:
     """Bytes of a decoder with so many slots in all, before any token, as `remoe decode` counts them."""
-    return budget.decoder_bytes(sizes.elements * sizes.dtype.itemsize, slots * sizes.one, sizes.loading)
+    return budget.decoder_bytes(sizes.elements * sizes.dtype.itemsize, slots * sizes.slot, sizes.loading)
 
 
 def _check(capacities: Sequence[int], name: str, n_experts: int, top_k: int) -> None:

@@ -11,15 +11,19 @@ import numpy as np
 
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families.base import Gate
+from remoe_cli.families.quantised import shape_of, weights
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+QUANTISED, SCALES = "quantised", "scales"
+
+
 class Piece(NamedTuple):
     """`nbytes` bytes from `offset` of `file` (dtype as safetensors writes it) are rows `start` to `start + shape[dim]`
-    along dimension `dim` of one expert's part."""
+    along dimension `dim` of one expert's part. role: QUANTISED of a weight whose SCALES are the next piece, "" of any other."""
 
     file: Path
     offset: int
@@ -28,6 +32,7 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dim: int
     start: int
+    role: str = ""
 
 
 class ExpertPart(NamedTuple):
@@ -77,7 +82,7 @@ def expert_layers(
     for disk in sorted(renamed, key=natural):
         memory, pattern = renamed[disk]
         sources.setdefault(memory, []).append((disk, pattern))
-    layers = []
+    layers, places = [], weights(checkpoint)
     for gate in gates:
         prefix, parts = module_names[id(gate.experts)], []
         for name, parameter in gate.experts.named_parameters(recurse=False):
@@ -89,9 +94,9 @@ def expert_layers(
                 )
             found = sources.get(memory, [])
             if memory in merges:
-                pieces = _merged(checkpoint, memory, shape, found, merges[memory])
+                pieces = _merged(checkpoint, places, memory, shape, found, merges[memory])
             else:
-                pieces = _fused(checkpoint, memory, shape, found)
+                pieces = _fused(checkpoint, places, memory, shape, found)
             parts.append(ExpertPart(name, shape[1:], pieces))
         if not parts:
             raise FamilyError(
@@ -108,20 +113,35 @@ def recorded_order(choice_NK: np.ndarray, weight_NK: np.ndarray) -> np.ndarray:
     return np.lexsort((-choice_NK.astype(np.int64), -weight_NK.astype(np.float64)), axis=-1)
 
 
-def _fused(checkpoint: Checkpoint, memory: str, shape: tuple[int, ...], found: list) -> tuple[tuple[Piece, ...], ...]:
+def _fused(
+    checkpoint: Checkpoint, places: dict[str, TensorInfo], memory: str, shape: tuple[int, ...], found: list
+) -> tuple[tuple[Piece, ...], ...]:
     """One tensor holds all experts: expert e is the e-th slice of its first dimension."""
     if len(found) != 1:
         raise _lacking(checkpoint, memory, len(found), 1)
-    info = checkpoint.tensors[found[0][0]]
-    if info.shape != shape:
-        raise _misshapen(checkpoint, found[0][0], info.shape, shape)
-    size = info.nbytes // shape[0]
+    info = places[found[0][0]]
+    if shape_of(info) != shape:
+        raise _misshapen(checkpoint, found[0][0], shape_of(info), shape)
+    sliced = [_slices(info, shape[0], QUANTISED if info.scales else "")]
+    if info.scales:
+        sliced.append(_slices(info.scales, shape[0], SCALES))
+    return tuple(zip(*sliced, strict=True))
+
+
+def _slices(info: TensorInfo, n_experts: int, role: str) -> list[Piece]:
+    """One of the first dimension of a tensor for each expert."""
+    size = info.nbytes // n_experts
     offsets = range(info.offset, info.offset + info.nbytes, size)
-    return tuple((Piece(info.file, offset, size, info.dtype, shape[1:], 0, 0),) for offset in offsets)
+    return [Piece(info.file, offset, size, info.dtype, info.shape[1:], 0, 0, role) for offset in offsets]
 
 
 def _merged(
-    checkpoint: Checkpoint, memory: str, shape: tuple[int, ...], found: list, merge: Merge
+    checkpoint: Checkpoint,
+    places: dict[str, TensorInfo],
+    memory: str,
+    shape: tuple[int, ...],
+    found: list,
+    merge: Merge,
 ) -> tuple[tuple[Piece, ...], ...]:
     """One tensor a source pattern and expert; the loader stacks them in the natural order of their names."""
     by_pattern: dict[str, list[str]] = {pattern: [] for pattern in merge.patterns}
@@ -137,12 +157,14 @@ def _merged(
         pieces, start = [], 0
         for pattern in merge.patterns:
             name = by_pattern[pattern][expert]
-            info: TensorInfo = checkpoint.tensors[name]
+            info = places[name]
             expected = list(shape[1:])
             expected[merge.dim] = info.shape[merge.dim] if len(info.shape) == len(expected) else -1
             if list(info.shape) != expected:
                 raise _misshapen(checkpoint, name, info.shape, shape[1:])
-            pieces.append(Piece(info.file, info.offset, info.nbytes, info.dtype, info.shape, merge.dim, start))
+            for one, role in ((info, QUANTISED if info.scales else ""), (info.scales, SCALES)):
+                if one:
+                    pieces.append(Piece(one.file, one.offset, one.nbytes, one.dtype, one.shape, merge.dim, start, role))
             start += info.shape[merge.dim]
         if start != shape[1:][merge.dim]:
             raise _misshapen(checkpoint, by_pattern[merge.patterns[0]][expert], pieces[0].shape, shape[1:])

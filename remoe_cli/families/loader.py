@@ -10,6 +10,7 @@ from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families.base import find_gates
 from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge, natural
+from remoe_cli.families.quantised import dequantised, is_quantised, STORED, weights
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 
 if TYPE_CHECKING:
@@ -20,22 +21,28 @@ _INTEGERS = {"I64": torch.int64, "I32": torch.int32}  # tables beside the weight
 
 
 def compute_dtype(checkpoint: Checkpoint, device: str, wanted: str = "auto") -> torch.dtype:
-    """The recipe's dtype; "auto" is bfloat16 on a GPU and the checkpoint's own dtype on a CPU."""
+    """The recipe's dtype; "auto" is bfloat16 on a GPU and for quantised weights, else the checkpoint's own dtype."""
     if wanted != "auto":
         return getattr(torch, wanted)
     if device.startswith("cuda"):
+        return torch.bfloat16
+    if is_quantised(checkpoint):
         return torch.bfloat16
     largest = max(checkpoint.tensors.values(), key=lambda info: info.nbytes)
     return DTYPES.get(largest.dtype, torch.float32)
 
 
 def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "PreTrainedModel":
-    """The whole model in memory, in eval mode, from its own native class (remote code is never run).
+    """The whole model in memory, in eval mode, from its own native class (remote code is never run). Quantised weights become
+    `dtype`.
 
     Raises CheckpointError when tensors that the model needs are not in the checkpoint.
     """
     from transformers import AutoModelForCausalLM
 
+    if is_quantised(checkpoint):
+        model = meta_model(checkpoint, dtype)
+        return _filled(model, checkpoint, renamed(model, checkpoint), dtype, device)
     with _loading(checkpoint):
         model, info = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True
@@ -99,7 +106,7 @@ def renamed(model: "PreTrainedModel", checkpoint: Checkpoint) -> dict[str, tuple
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     state = model.state_dict()
     prefix = model.base_model_prefix
-    found = {key: rename_source_key(key, renamings, converters, prefix, state) for key in checkpoint.tensors}
+    found = {key: rename_source_key(key, renamings, converters, prefix, state) for key in weights(checkpoint)}
     # a rule that leads nowhere is none (deepseek_v4's final norm)
     return {key: (key, None) if to[0] not in state and key in state else to for key, to in found.items()}
 
@@ -180,7 +187,7 @@ def in_memory(
             found[memory] = tensors[disk]
         else:
             parts.setdefault(memory, {}).setdefault(pattern, []).append(tensors[disk])
-    merges = _merges(model, checkpoint, names)[1] if parts else {}
+    merges = _merges(model, checkpoint, names) if parts else {}
     for memory, by_pattern in parts.items():
         shape = model.get_parameter(memory).shape
         merge = merges.get(memory)
@@ -204,42 +211,54 @@ def load_without_experts(
     keeps in fp32 are fp32. Raises FamilyError for a layout that cannot be read expert by expert, CheckpointError for
     missing or misshapen tensors.
     """
-    from transformers.modeling_utils import LoadStateDictConfig
-
     model = meta_model(checkpoint, dtype)
     memory_names = renamed(model, checkpoint)
-    rules, merges = _merges(model, checkpoint, memory_names)
+    merges = _merges(model, checkpoint, memory_names)
     layers = _expert_layers(model, checkpoint, memory_names, merges)
     for layer in layers:
         for part in layer.parts:
             delattr(layer.module, part.name)
         setattr(layer.module, "_is_hf_initialized", True)  # noqa: B010  else the loader initialises what is gone
 
-    dense_names = set(model.state_dict())
-    dense = {}
+    return _filled(model, checkpoint, memory_names, dtype, device), layers
+
+
+def _filled(
+    model: "PreTrainedModel",
+    checkpoint: Checkpoint,
+    memory_names: dict[str, tuple[str, str | None]],
+    dtype: torch.dtype,
+    device: str,
+) -> "PreTrainedModel":
+    """A meta model with all of its tensors that the checkpoint has, by the loader's own rules; in eval mode."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    places, names, stored = weights(checkpoint), set(model.state_dict()), {}
     for disk, (memory, _) in memory_names.items():
-        if memory in dense_names:
-            if checkpoint.tensors[disk].dtype not in _INTEGERS:
-                _require_readable(checkpoint, checkpoint.tensors[disk].dtype)
-            dense[disk] = _Stored(checkpoint.tensors[disk])
+        if memory in names:
+            info = places[disk]
+            if info.scales is None and info.dtype not in _INTEGERS:
+                _require_readable(checkpoint, info.dtype)
+            stored[disk] = _Stored(info, dtype)
     with _loading(checkpoint):
         plan = LoadStateDictConfig(
             dtype=dtype,
             dtype_plan=model._get_dtype_plan(dtype),
-            weight_mapping=rules,
+            weight_mapping=get_model_conversion_mapping(model),
             device_map={"": torch.device(device)},
         )
-        info, _ = type(model)._load_pretrained_model(model, dense, None, plan)
+        info, _ = type(model)._load_pretrained_model(model, stored, None, plan)
         info = type(model)._finalize_model_loading(model, plan, info)
     require_no_missing(checkpoint, info.missing_keys)
-    return model.eval(), layers
+    return model.eval()
 
 
 def experts_on_disk(checkpoint: Checkpoint) -> list[ExpertLayer]:
     """Where the routed experts lie, from the headers of the files alone. Raises as `load_without_experts`."""
     model = meta_model(checkpoint, torch.float32)
     memory_names = renamed(model, checkpoint)
-    return _expert_layers(model, checkpoint, memory_names, _merges(model, checkpoint, memory_names)[1])
+    return _expert_layers(model, checkpoint, memory_names, _merges(model, checkpoint, memory_names))
 
 
 def _expert_layers(
@@ -252,7 +271,8 @@ def _expert_layers(
     layers = expert_layers(checkpoint, find_gates(model), module_names, memory_names, merges)
     for layer in layers:
         for piece in layer.pieces(0):
-            _require_readable(checkpoint, piece.dtype)
+            if not piece.role:
+                _require_readable(checkpoint, piece.dtype)
     return layers
 
 
@@ -267,6 +287,8 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":
         cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         if cls.config_class is not type(config):
             config = config.get_text_config()
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config  # weights are given as what they stand for
         config.dtype = dtype
         config._experts_implementation = "eager"
         with ContextManagers(cls.get_init_context(dtype, False, False, False)):
@@ -275,8 +297,8 @@ def meta_model(checkpoint: Checkpoint, dtype: torch.dtype) -> "PreTrainedModel":
 
 def _merges(
     model: "PreTrainedModel", checkpoint: Checkpoint, memory_names: dict[str, tuple[str, str | None]]
-) -> tuple[list, dict[str, Merge]]:
-    """The loader's own rules, and for each in-memory expert parameter that it merges from several tensors, how.
+) -> dict[str, Merge]:
+    """For each in-memory expert parameter that the loader merges from several tensors, how.
 
     Raises FamilyError where the loader would do more than stack and concatenate whole experts.
     """
@@ -303,7 +325,7 @@ def _merges(
                 "pip install -U remoe-cli transformers",
             )
         merges[memory] = Merge(tuple(converter.source_patterns), dims[0] - 1 if dims else 0)
-    return rules, merges
+    return merges
 
 
 def _require_readable(checkpoint: Checkpoint, dtype: str) -> None:
@@ -318,14 +340,19 @@ class _Stored:
     """A tensor in its file, read into memory of its own when the loader asks for it.
 
     safetensors would hand out views of the mapped file: page faults during decoding, counted as reads nobody made, and
-    a crash where the file shrinks.
+    a crash where the file shrinks. Quantised weights come in `dtype`.
     """
 
-    def __init__(self, info: TensorInfo) -> None:
-        self._info = info
+    def __init__(self, info: TensorInfo, dtype: torch.dtype) -> None:
+        self._info, self._dtype = info, dtype
 
     def __getitem__(self, _whole: object) -> torch.Tensor:
-        info = self._info
+        read = self._read(self._info)
+        scales = self._info.scales
+        return read if scales is None else dequantised(read, self._read(scales), self._dtype)
+
+    @staticmethod
+    def _read(info: TensorInfo) -> torch.Tensor:
         raw = torch.empty(info.nbytes, dtype=torch.uint8)
         with open(info.file, "rb", buffering=0) as file:
             file.seek(info.offset)
@@ -335,4 +362,4 @@ class _Stored:
                 if not got:
                     raise OSError(f"{info.file} ends inside a tensor")
                 rest = rest[got:]
-        return raw.view({**DTYPES, **_INTEGERS}[info.dtype]).view(info.shape)
+        return raw.view({**DTYPES, **STORED, **_INTEGERS}[info.dtype]).view(info.shape)

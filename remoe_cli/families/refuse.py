@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Config keys with which transformers' MoE configs name their expert count, and how many of them a token runs.
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+QUANTISED = ("fp8", "mxfp4")  # methods whose weights families/quantised.py reads
 _TOP_K_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 
 
@@ -34,10 +35,10 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wr
             "remoe finetune demo",
         )
     quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
+    if quantised and method not in QUANTISED:
         raise FamilyError(
-            f"{model} is stored quantised ({method or 'unknown method'}); remoe reads bf16, fp16 and fp32 layouts of {model_type}.",
+            f"{model} is stored quantised ({method or 'unknown method'}); remoe reads bf16, fp16, fp32, {', '.join(QUANTISED)} layouts of {model_type}.",
             f"remoe finetune a bf16 copy of {model} (a local folder is fine)",
         )
     key, value = _top_k(config)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 from remoe_cli.errors import CheckpointError
 
 _MAX_HEADER = 100_000_000  # the safetensors format's own bound, bytes; no JSON file of a model is larger either
-_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1}
+_ITEM_BYTES = {
+    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+}  # fmt: skip
 _MAX_NAME = 255  # bytes of a file's name, characters of a tensor's
 _MAX_DIMS = 64  # torch's own bound
 INDEX = "model.safetensors.index.json"
@@ -19,13 +21,15 @@ SINGLE = "model.safetensors"
 
 
 class TensorInfo(NamedTuple):
-    """Where one tensor lies: `nbytes` bytes from `offset` (absolute) in `file`; dtype as safetensors writes it ("BF16")."""
+    """Where one tensor lies: `nbytes` bytes from `offset` (absolute) in `file`; dtype as safetensors writes it ("BF16"). scales:
+    of a quantised weight, see families/quantised.py."""
 
     file: Path
     offset: int
     nbytes: int
     dtype: str
     shape: tuple[int, ...]
+    scales: "TensorInfo | None" = None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from remoe_cli import memory
 from remoe_cli.errors import CacheError, command, MemoryShortError
 from remoe_cli.families import top_k_of
 from remoe_cli.families.experts import ExpertLayer
+from remoe_cli.families.quantised import shape_of, weights
 from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
 from remoe_cli.sizes import show_size
 
@@ -60,7 +61,7 @@ def require(
     or of all those of a batch. On a GPU all but the RAM tier and `host` has to fit there.
     """
     rest = outside(checkpoint, layers)
-    dense = sum(math.prod(info.shape) for info in rest) * dtype.itemsize
+    dense = sum(math.prod(shape_of(info)) for info in rest) * dtype.itemsize
     loading = max((info.nbytes for info in rest), default=0)
     context = request_bytes(checkpoint.config, dtype, tokens)
     cuda = device.startswith("cuda")
@@ -161,4 +162,4 @@ def require_more(model: str, device: torch.device, nbytes: int) -> None:
 def outside(checkpoint: Checkpoint, layers: Sequence[ExpertLayer]) -> list[TensorInfo]:
     """The tensors that are no expert's. An expert's first byte is a tensor's, also where one tensor holds all experts."""
     experts = {piece[:2] for layer in layers for part in layer.parts for pieces in part.pieces for piece in pieces}
-    return [info for info in checkpoint.tensors.values() if info[:2] not in experts]
+    return [info for info in weights(checkpoint).values() if info[:2] not in experts]

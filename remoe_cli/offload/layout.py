@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from remoe_cli.families.experts import ExpertLayer, Piece
+from remoe_cli.families.experts import ExpertLayer, Piece, SCALES
 from remoe_cli.families.loader import DTYPES
+from remoe_cli.families.quantised import dequantised, STORED
 from remoe_cli.offload.arena import PAGE
 
 ALIGN = 64  # parts that are copied start on cache lines
@@ -30,7 +31,7 @@ class Window(NamedTuple):
 
 class View(NamedTuple):
     """A tensor in a row, or several pieces of it that lie side by side. part: its name; dim: along which the pieces of one
-    part are joined."""
+    part are joined. scales: where those of a quantised piece lie."""
 
     part: str
     start: int
@@ -38,6 +39,7 @@ class View(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     dim: int
+    scales: "View | None" = None
 
 
 class Image(NamedTuple):
@@ -51,15 +53,15 @@ class Layout:
     """images: [layer][expert], as the files are read; row_bytes: of a row for them.
 
     direct: windows begin and end on pages, as O_DIRECT wants them, else they are exact. convert: whether the
-    compute dtype differs from the stored one (or a tensor does not lie on a multiple of its element size), so that experts
-    are read into one row and copied to another: `targets`, the same for all experts, in a row of `slot_bytes`.
+    compute dtype differs from the stored one, or is of numbers that are stored in fewer bits (or a tensor does not lie on a multiple of
+    its element size), so that experts are read into one row and copied to another: `targets`, the same for all experts, in a row of `slot_bytes`.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], dtype: torch.dtype, *, direct: bool) -> None:
         self.images = [[_image(layer, expert, direct) for expert in range(layer.n_experts)] for layer in layers]
         views = [view for images in self.images for image in images for view in image.views]
         self.row_bytes = max(_end(image.windows[-1]) for images in self.images for image in images)
-        self.convert = any(view.dtype != dtype or view.start % view.dtype.itemsize for view in views)
+        self.convert = any(view.scales or view.dtype != dtype or view.start % view.dtype.itemsize for view in views)
         self.targets, self.slot_bytes = ((), self.row_bytes) if not self.convert else _targets(layers[0], dtype)
         self.max_windows = max(len(image.windows) for images in self.images for image in images)
 
@@ -73,14 +75,13 @@ class Layout:
         done: dict[str, int] = {}
         for view in self.images[layer][expert].views:
             target = parts[view.part]
-            raw = row[view.start : view.start + view.nbytes]
-            if view.start % view.dtype.itemsize:
-                raw = raw.clone()
-            source = raw.view(view.dtype).view(view.shape)
+            source = _unpacked(row, view)
             whole = _tensor(slot, target)
+            if view.scales:
+                source = dequantised(source, _unpacked(row, view.scales), whole.dtype)
             start = done.get(view.part, 0)
-            whole.narrow(view.dim, start, view.shape[view.dim]).copy_(source)
-            done[view.part] = start + view.shape[view.dim]
+            whole.narrow(view.dim, start, source.shape[view.dim]).copy_(source)
+            done[view.part] = start + source.shape[view.dim]
 
 
 def _tensors(row: torch.Tensor, views: Sequence[View]) -> dict[str, list[torch.Tensor]]:
@@ -88,6 +89,13 @@ def _tensors(row: torch.Tensor, views: Sequence[View]) -> dict[str, list[torch.T
     for view in views:
         found.setdefault(view.part, []).append(_tensor(row, view))
     return found
+
+
+def _unpacked(row: torch.Tensor, view: View) -> torch.Tensor:
+    raw = row[view.start : view.start + view.nbytes]
+    if view.start % view.dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(view.dtype).view(view.shape)
 
 
 def _tensor(row: torch.Tensor, view: View) -> torch.Tensor:
@@ -115,9 +123,13 @@ def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
             place += named[i][1].nbytes
     views: list[View] = []
     for i, (part, piece) in enumerate(named):
-        dtype = DTYPES[piece.dtype]
+        dtype = {**STORED, **DTYPES}[piece.dtype]
         last = views[-1] if views else None
+        if piece.role == SCALES and last is not None:
+            views[-1] = last._replace(scales=View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim))
+            continue
         joined = last is not None and last.part == part and last.dim == piece.dim == 0 and last.dtype == dtype
+        joined = joined and not piece.role
         if joined and last is not None and last.start + last.nbytes == where[i]:
             shape = (last.shape[0] + piece.shape[0], *piece.shape[1:])
             views[-1] = View(part, last.start, last.nbytes + piece.nbytes, shape, dtype, 0)

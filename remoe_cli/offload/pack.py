@@ -132,7 +132,7 @@ def _check_facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: 
 
 def _facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint) -> dict[str, Any]:
     pieces = [
-        [(part.name, *piece[2:]) for part in layer.parts for piece in part.pieces[expert]]
+        [(part.name, *piece[2:7], *filter(None, piece[7:])) for part in layer.parts for piece in part.pieces[expert]]
         for layer in layers
         for expert in range(layer.n_experts)
     ]

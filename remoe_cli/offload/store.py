@@ -107,10 +107,10 @@ class ExpertStore:
 def one_expert_bytes(layers: Sequence[ExpertLayer]) -> int:
     """The stored size of every expert. Raises FamilyError where they differ in size or layout from one another."""
     first = layers[0].pieces(0)
-    layout = [(piece.nbytes, piece.dtype, piece.shape, piece.dim, piece.start) for piece in first]
+    layout = [piece[2:] for piece in first]
     for layer in layers:
         for expert in range(layer.n_experts):
-            if [(p.nbytes, p.dtype, p.shape, p.dim, p.start) for p in layer.pieces(expert)] != layout:
+            if [piece[2:] for piece in layer.pieces(expert)] != layout:
                 raise FamilyError(
                     f"expert {expert} of layer {layer.layer} is stored in another size or dtype than the first, "
                     "and slots of one size cannot hold it.",
