@@ -206,5 +206,5 @@ def test_delta_goes_on_in_both_loaders(quantised, tmp_path):
 
 def test_other_methods_are_refused(quantised):
     config = {**quantised.config, "quantization_config": {"quant_method": "awq"}}
-    with pytest.raises(FamilyError, match="awq.*fp8, mxfp4"):
+    with pytest.raises(FamilyError, match=r"awq.*fp8, mxfp4"):
         family_of(dataclasses.replace(quantised, config=config).config)
