@@ -12,11 +12,13 @@ from remoe_cli.cli_apply import apply
 from remoe_cli.cli_decode import decode, Floor, Guess, Io, Pack, Ram, Readers, Reroute, Threads
 from remoe_cli.cli_delta import diff, inspect, merge
 from remoe_cli.cli_pack import pack
+from remoe_cli.cli_plan import plan
 from remoe_cli.cli_replay import replay
 from remoe_cli.cli_reroute import reroute
 from remoe_cli.cli_sweep import sweep
 from remoe_cli.cli_trace import trace
 from remoe_cli.errors import CacheError, UsageError
+from remoe_cli.sizes import parse_size
 
 app = typer.Typer(
     help="Make Mixture-of-Experts models cacheable by tuning only their router gates; measure the gain on your own machine.",
@@ -86,6 +88,16 @@ def finetune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the latest unfinished run; start one where there is none.")
     ] = False,
+    stream: Annotated[
+        str,
+        typer.Option(
+            help="Let layers pass through memory one by one: `auto` (where the model does not fit), `on`, `off`."
+        ),
+    ] = "auto",
+    ram: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="SIZE", help="With --stream: host memory for layers that stay; by default what is free."),
+    ] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -98,16 +110,22 @@ def finetune(
 
     if model is None and not resume:
         raise UsageError("finetune needs a MODEL, or --resume.", "remoe finetune demo")
+    if stream not in ("auto", "on", "off"):
+        raise UsageError(f"--stream {stream}: it is auto, on or off.", "remoe finetune --help")
+    room = None if ram is None else parse_size(ram)
+    if ram is not None and room is None:
+        raise UsageError(f"--ram {ram} is no size such as 8GB.", "remoe finetune --help")
     note("Loading torch and transformers")
     from remoe_cli import finetune as verb
+    from remoe_cli import finetuned
 
     overrides = (*(set_ or ()), *(["train.refit_bias=true"] if refit_bias else []))
     asked = verb.Asked(recipe, data, steps, overrides, max_ppl)
-    done = verb.finetune(model, asked, out=out, device=device, resume=resume, ce_only=ce_only)
+    done = verb.finetune(model, asked, out=out, device=device, resume=resume, ce_only=ce_only, stream=stream, ram=room)
     if as_json:
-        print_data(json.dumps(verb.as_json(done)))
+        print_data(json.dumps(finetuned.as_json(done)))
     else:
-        print_data(verb.summary(done))
+        print_data(finetuned.summary(done))
     if done.interrupted:
         raise typer.Exit(130)
 
@@ -288,6 +306,7 @@ app.command()(diff)
 app.command()(merge)
 app.command()(decode)
 app.command()(pack)
+app.command()(plan)
 app.add_typer(trace, name="trace")
 app.command()(replay)
 app.command()(reroute)

@@ -2,8 +2,8 @@
 
 import json
 import math
-import shlex
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -18,14 +18,17 @@ from remoe_cli.environment import device_name, pick_device, versions
 from remoe_cli.errors import DataError, RemoeError, RunError, UsageError
 from remoe_cli.families import family_of, find_gates, Gate
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, in_memory, load_resident, on_disk
+from remoe_cli.finetuned import Finetuned
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.sample import measure_heldout, Sample
 from remoe_cli.measure.steering import ce_only_beside, check_control, control_command, halves, Steering
 from remoe_cli.recipe import is_own, limit_of, prompts_of, Recipe
 from remoe_cli.report import plots
 from remoe_cli.report.metrics import TextMeasures
-from remoe_cli.report.steering import steered_lines
 from remoe_cli.run import Run
+from remoe_cli.sizes import show_size
+from remoe_cli.stream.choose import stream_of
+from remoe_cli.stream.stream import Stream, Traffic
 from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
 from remoe_cli.train.data import Documents, load_documents, load_tokenizer
 from remoe_cli.train.own_text import own_documents
@@ -33,6 +36,7 @@ from remoe_cli.train.packing import batches, BEGIN, Document
 from remoe_cli.train.refit import refitted, require_biases
 from remoe_cli.train.state import newest, State
 from remoe_cli.train.tokens import about_positions, check_vocabulary
+from remoe_cli.train.trackers import require_tracker, Tracker
 from remoe_cli.train.trainer import Diverged, StepStats, Stopped, train, Trained
 
 if TYPE_CHECKING:
@@ -43,18 +47,6 @@ if TYPE_CHECKING:
 FAR = 0.002  # from the limit, as a change of perplexity
 
 
-class Finetuned(NamedTuple):
-    """before, after: held-out text under base and tuned gates; after is None when Ctrl-C ended the run. steps: completed
-    ones, those before a resume included."""
-
-    run: Run
-    delta: Delta
-    before: TextMeasures
-    after: TextMeasures | None
-    steps: int
-    interrupted: bool
-
-
 def finetune(
     model: str | None,
     asked: Asked = Asked(),  # noqa: B008  immutable
@@ -63,10 +55,13 @@ def finetune(
     device: str | None = None,
     resume: bool = False,
     ce_only: str | None = None,
+    stream: str = "auto",
+    ram: int | None = None,
 ) -> Finetuned:
     """The whole verb. model: None only with resume. resume: goes on with the latest unfinished run (of this model, or in
     `out`), and starts one where there is none. ce_only: the run that shows, beside one with a limit, what cross entropy
-    alone does; by default the latest of the same texts and steps under runs/.
+    alone does; by default the latest of the same texts and steps under runs/. stream: "auto" | "on" | "off", whether layers pass
+    through memory one by one; ram: bytes of host memory for those that stay.
 
     Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
     """
@@ -85,6 +80,7 @@ def finetune(
         if old is None
         else kept_recipe(old, family.model_type, asked)
     )
+    require_tracker(settings.train.tracker)
     where = pick_device(device)
     checkpoint = resolve(found)
     tokenizer = load_tokenizer(checkpoint)
@@ -93,14 +89,17 @@ def finetune(
     documents, steering_texts = _documents(settings, old, tokenizer)
     dtype = compute_dtype(checkpoint, where, settings.train.dtype)
     run = old or runs.create(str(model), settings, out)
-    with run.locked(resumed=old is not None):
+    with run.locked(resumed=old is not None), ExitStack() as until:
         run.note(status="running", error=None)
         try:
-            loaded = load_resident(checkpoint, dtype, where)
+            layers = stream_of(checkpoint, settings, dtype, where, stream, ram)
+            if layers:
+                until.callback(layers.close)
+            loaded = layers.model if layers else load_resident(checkpoint, dtype, where)
             gates, names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
             if settings.train.refit_bias:
                 require_biases(gates)
-            job = _Job(run, settings, checkpoint, documents, loaded, gates, names)
+            job = _Job(run, settings, checkpoint, documents, loaded, gates, names, layers)
             facts = {
                 "base": _lasting_name(checkpoint), "commit": checkpoint.commit, "model_type": family.model_type,
                 "gates_sha256": checkpoint.sha256(*sorted(names.values())),
@@ -108,6 +107,7 @@ def finetune(
                 "data": documents.pinned, "data_sha256": documents.sha256, "heldout_sha256": documents.heldout_sha256,
                 "top_k": gates[0].top_k, "n_experts": gates[0].n_experts, "moe_layers": len(gates),
                 "gate_parameters": sum(p.numel() for gate in gates for p in gate.parameters.values()),
+                "streamed_layers": len(layers.layers) - layers.kept if layers else 0,
             }  # fmt: skip
             _check_resumed(run, facts)
             run.note(**facts)
@@ -123,16 +123,18 @@ def finetune(
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
                 note(f"Note: {len(texts):,} texts of {sum(len(text.ids) for text in texts):,} tokens to train on")
             state = _state(run) if old else None
+            tracker = Tracker(settings, run, state.step if state else 0)
+            until.callback(tracker.close)
         except BaseException:
             if old is None:
                 run.discard()  # nothing was trained yet
             raise
-        return _train_and_save(job, texts, before, state, steering, control)
+        return _train_and_save(job, texts, before, state, steering, control, tracker)
 
 
 class _Job(NamedTuple):
     """What every part of the work needs. documents: without those that steer. disk_names: in-memory gate parameter ->
-    on-disk name."""
+    on-disk name. layers: of a streamed model."""
 
     run: Run
     recipe: Recipe
@@ -141,6 +143,7 @@ class _Job(NamedTuple):
     model: "PreTrainedModel"
     gates: list[Gate]
     disk_names: dict[str, str]
+    layers: Stream | None
 
 
 def _train_and_save(
@@ -150,11 +153,12 @@ def _train_and_save(
     state: State | None,
     steering: Steering | None,
     control: Run | None,
+    tracker: Tracker,
 ) -> Finetuned:
     """Everything from the first step on: whatever ends training, the gates so far are saved."""
     run = job.run
     try:
-        trained = _train(job, texts, state, steering)
+        trained = _train(job, texts, state, steering, tracker)
     except Stopped as error:
         status = "diverged" if isinstance(error, Diverged) else "failed"
         run.note(status=status, steps=error.trained.step, error=error.message)
@@ -243,35 +247,6 @@ def _lasting_name(checkpoint: "Checkpoint") -> str:
     return checkpoint.id if checkpoint.commit or checkpoint.id == "demo" else str(checkpoint.folder.resolve())
 
 
-def summary(done: Finetuned) -> str:
-    """What the command ends with: before and after, the delta's size, the next command."""
-    scope = done.run.recipe.train.scope
-    what = f"elements of {len(done.delta.tensors)} tensors" if scope in ("full", "gates+lora") else "gate elements"
-    changed = f"{100 * (done.delta.changed or 0):.1f} % of the {what} changed"
-    if scope == "heads":
-        changed = f"{sum(head.numel() for head in done.delta.heads.values()):,} head elements beside the base's gates"
-    lines = [f"{done.run.folder}: {done.steps} steps, {changed}"]
-    if done.delta.changed == 0 and scope != "heads":
-        lines.append(
-            f"Warning: none of the {what} survived the cast to the checkpoint's dtype; use more steps or a larger train.lr."
-        )
-    without = "   (interrupted: tuned gates not measured)" if done.after is None else ""
-    lines.append(f"base   perplexity {done.before.perplexity:.3f}   EOR {done.before.eor:.3f}{without}")
-    if done.after is not None:
-        change = done.after.perplexity / done.before.perplexity - 1
-        lines.append(
-            f"tuned  perplexity {done.after.perplexity:.3f}   EOR {done.after.eor:.3f}   ({100 * change:+.2f} % perplexity)"
-        )
-        if steering := done.run.facts.get("steering"):
-            lines += steered_lines(steering, change)
-    folder = shlex.quote(str(done.run.folder))
-    if done.interrupted:
-        lines.append(f"Go on: remoe finetune --resume --out {folder}")
-    facts = done.run.facts
-    lines.append(f"Next: remoe eval {folder} --cache {min(max(6, facts['top_k']), facts['n_experts'])}")
-    return "\n".join(lines)
-
-
 def _introduce(job: _Job) -> None:
     run, checkpoint, gates, facts = job.run, job.checkpoint, job.gates, job.run.facts
     pinned = checkpoint.id + (f"@{checkpoint.commit[:12]}" if checkpoint.commit else "")
@@ -304,7 +279,9 @@ def _measure(name: str, job: _Job) -> TextMeasures:
     return measure_heldout(f"measure {name}", job.model, job.gates, job.documents.heldout, job.recipe).measures()
 
 
-def _train(job: _Job, texts: Iterable[Document], state: State | None, steering: Steering | None) -> Trained:
+def _train(
+    job: _Job, texts: Iterable[Document], state: State | None, steering: Steering | None, tracker: Tracker
+) -> Trained:
     run, recipe = job.run, job.recipe
     settings = recipe.train
     start = state.position if state else BEGIN
@@ -321,19 +298,28 @@ def _train(job: _Job, texts: Iterable[Document], state: State | None, steering: 
 
         def on_step(stats: StepStats) -> None:
             stream.write(json.dumps(stats.row()) + "\n")
+            tracker.log(stats.row())
             bar.update(
                 stats.step,
                 f"loss {stats.loss:.3f}  {'  '.join(f'{name} {value:.3f}' for name, value in stats.terms.items())}  "
-                f"EOR {stats.eor:.3f}  {stats.tokens_per_s:,.0f} tok/s",
+                f"EOR {stats.eor:.3f}  {stats.tokens_per_s:,.0f} tok/s" + _traffic(job),
             )
 
         trained = train(
             job.model, job.gates, rows, recipe, on_step=on_step, state=state, steer=steering,
-            save=lambda state: state.save(run.states),
+            layers=job.layers, save=lambda state: state.save(run.states),
         )  # fmt: skip
     for line in trained.notes:
         note(f"Note: {line}")
     return trained
+
+
+def _traffic(job: _Job) -> str:
+    """What the layers cost since it was last asked."""
+    if job.layers is None:
+        return ""
+    spent, job.layers.traffic = job.layers.traffic, Traffic()
+    return f"  {show_size(spent.read_bytes)} read, {spent.waited_s:.1f} s waited"
 
 
 def _steered(job: _Job, steering: Steering, step: int) -> dict[str, Any]:
@@ -383,16 +369,3 @@ def _save(job: _Job, trained: Trained, status: str) -> Delta:
     delta.save(job.run.delta)
     job.run.note(status=status, steps=trained.step, changed=delta.changed, notes=trained.notes)
     return delta
-
-
-def as_json(done: Finetuned) -> dict:
-    """The result for scripts."""
-    return {
-        "run": str(done.run.folder),
-        "steps": done.steps,
-        "interrupted": done.interrupted,
-        "changed": done.delta.changed,
-        "before": done.before._asdict(),
-        "after": done.after._asdict() if done.after else None,
-        "steering": done.run.facts.get("steering"),
-    }

@@ -69,7 +69,8 @@ class Train:
     the objective reads. lora_rank: of the adapters on attention, for the scope "gates+lora". delta_dtype: what the delta
     keeps, the base's stored dtype ("base") or the float32 that was learned.
     save_seconds: the least time between two saved states, from which --resume goes on; 0 saves after every step.
-    refit_bias: whether selection biases are refitted after training, so that each expert has the load it had in the base."""
+    refit_bias: whether selection biases are refitted after training, so that each expert has the load it had in the base.
+    tracker: what gets each step's figures beside metrics.jsonl, "" nothing."""
 
     steps: int = 2000
     sequence: int = 2048
@@ -91,6 +92,7 @@ class Train:
     seed: int = 0
     save_seconds: float = 60.0
     refit_bias: bool = False
+    tracker: str = ""
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], tuple[str, ...]], ...] = (
     ("off, or a change from -50% to +100% such as +1%", lambda text: text == "off" or _is_change(text), ("train.max_ppl",)),
     (*_one_of("auto", "float32", "bfloat16"), ("train.dtype",)),
     (*_one_of("base", "float32"), ("train.delta_dtype",)),
+    ("empty, or one of tensorboard, wandb, trackio", ("", "tensorboard", "wandb", "trackio").__contains__, ("train.tracker",)),
     (*_one_of("prefix", "chat", "raw"), ("data.format",)),
     (*_one_of("all", "answers"), ("data.labels",)),
 )  # fmt: skip

@@ -9,7 +9,8 @@ from training import endless, load, recipe_of, TERMS
 
 from remoe_cli.errors import FamilyError
 from remoe_cli.families import find_gates, probabilities, RouterTap
-from remoe_cli.train.trainer import _checkpointed, train
+from remoe_cli.train.prepare import checkpointed
+from remoe_cli.train.trainer import train
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -82,7 +83,7 @@ def test_each_token_is_recorded_once(model_type, dtype):
     model.eval().requires_grad_(False)
     for gate in gates:
         gate.router.requires_grad_(True)
-    with _checkpointed(model, True), RouterTap(gates) as tap:
+    with checkpointed(model, True), RouterTap(gates) as tap:
         logits = model(input_ids=batch.ids_BT, use_cache=False).logits
         routed = tap.take()
         logits.float().sum().backward()

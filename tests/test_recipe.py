@@ -157,7 +157,7 @@ def test_bad_overrides_are_named(override, words):
 def test_every_key_takes_its_own_value_as_shown(family):
     other = recipe.Recipe(
         "other", recipe.Objective("spatio-only", "base", *[0.5] * 6, (3,), 2, 3, 0.5, 0.5, 0.5, 3, "lfu", "bypass", *[0.5] * 3, True, 0.5, 0.5),
-        recipe.Train(*[2] * 4, *[0.25] * 3, "cosine", "+2%", "gates+heads", 3, 0.25, (0.5, 0.5), 0.5, True, "bfloat16", "float32", 5, 7.0, True),
+        recipe.Train(*[2] * 4, *[0.25] * 3, "cosine", "+2%", "gates+heads", 3, 0.25, (0.5, 0.5), 0.5, True, "bfloat16", "float32", 5, 7.0, True, "wandb"),
         recipe.Data("elsewhere", "chat", "answers", True, *[3] * 6), recipe.Evaluate(*[1] * 5),
     )  # fmt: skip
     found = recipe.load("remoe", family)

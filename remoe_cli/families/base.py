@@ -1,7 +1,7 @@
 """What a family says about itself, and how its gates are found in a loaded model."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # those that look experts up by token id, have no gate to tune.
 _ROUTER_CLASS = re.compile(r"(Router|TopKGating|MoEV1Gate)$")
 _NO_GATE = re.compile(r"Vision|Hash")
+_STACK = re.compile(r"^(.*?\b(?:layers|blocks))\.\d+\.")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks)\.(\d+)\.")
 
 
@@ -32,8 +33,8 @@ class Family:
     router that takes the gate's own input, "" the router itself. early: whether the block hands its own input to the
     router. capped: the router's attribute that bounds its logits by a tanh. apart: other routers, which stay as they are.
     reroutes: whether the K weights are P's, times one factor or scaled to one sum, so that those of other experts are known.
-    adapts: whether the module that owns the gate is called, so that PEFT can put another in its place. wrappers: multimodal
-    model types of which this is the text part.
+    adapts: whether the module that owns the gate is called, so that PEFT can put another in its place. entangled: what its
+    layers share beside hidden states, "" nothing. wrappers: multimodal model types of which this is the text part.
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class Family:
     apart: tuple[str, ...] = ()
     reroutes: bool = True
     adapts: bool = True
+    entangled: str = ""
     stack: str = "layers"
     wrappers: tuple[str, ...] = ()
 
@@ -176,6 +178,13 @@ def find_gates(model: "nn.Module") -> list[Gate]:
             Gate(layer, block, router, experts, shared, names, n_experts, top_k, family, score, renormalised, bias)
         )
     return sorted(gates, key=lambda gate: gate.layer)
+
+
+def stack_of(gates: Sequence[Gate]) -> str:
+    """The name of the list that holds the decoder layers, those without a gate too."""
+    found = _STACK.match(gates[0].names[0])
+    assert found is not None
+    return found.group(1)
 
 
 def _is_gate(modules: dict, name: str, family: Family, hidden_size: int) -> bool:

@@ -8,16 +8,15 @@ import torch
 
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import CheckpointError, FamilyError
-from remoe_cli.families.base import find_gates
+from remoe_cli.families.base import find_gates, stack_of
 from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge, natural
-from remoe_cli.families.quantised import dequantised, is_quantised, STORED, weights
-from remoe_cli.hub.checkpoint import Checkpoint, TensorInfo
+from remoe_cli.families.held import Held, held_tensors
+from remoe_cli.families.quantised import is_quantised, weights
+from remoe_cli.families.stored import DTYPES, INTEGERS, Stored
+from remoe_cli.hub.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_INTEGERS = {"I64": torch.int64, "I32": torch.int32}  # tables beside the weights, such as which expert a token id takes
 
 
 def compute_dtype(checkpoint: Checkpoint, device: str, wanted: str = "auto") -> torch.dtype:
@@ -223,6 +222,57 @@ def load_without_experts(
     return _filled(model, checkpoint, memory_names, dtype, device), layers
 
 
+def load_without_layers(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str = "cpu"
+) -> tuple["PreTrainedModel", list[list[Held]]]:
+    """The model in eval mode without the frozen tensors of its decoder layers, which are neither read nor allocated, and
+    where those lie, a list a layer. What is outside the layers is there, and every gate.
+
+    In a held tensor's place is None; whoever brings a layer in sets it. Raises as `load_without_experts`.
+    """
+    model = meta_model(checkpoint, dtype)
+    memory_names = renamed(model, checkpoint)
+    gates = find_gates(model)
+    lacking = None
+    try:
+        experts = _expert_layers(model, checkpoint, memory_names, _merges(model, checkpoint, memory_names))
+    except FamilyError as error:  # no matter where all of them are one tensor (dbrx)
+        experts, lacking = [], error
+    places = weights(checkpoint)
+    plain = {memory: places[disk] for disk, (memory, pattern) in memory_names.items() if pattern is None}
+    for info in plain.values():
+        if info.scales is None and info.dtype not in INTEGERS:
+            _require_readable(checkpoint, info.dtype)
+    held = held_tensors(model, gates, experts, plain, _dtypes(model, dtype))
+    for layer, tensors in zip(model.get_submodule(stack_of(gates)).children(), held, strict=True):
+        for tensor in tensors:
+            owner, _, name = tensor.name.rpartition(".")
+            module = layer.get_submodule(owner)
+            (module._buffers if tensor.buffer else module._parameters)[name] = None
+        for module in layer.modules():
+            if not module._non_persistent_buffers_set:
+                setattr(module, "_is_hf_initialized", True)  # noqa: B010  else the loader initialises what is gone
+    for gate in gates:
+        if not hasattr(gate.experts, "num_experts"):  # it was told by the shape of what is gone
+            gate.experts.num_experts = gate.n_experts  # type: ignore[assignment]
+    if lacking and any(True for gate in gates for _ in gate.experts.parameters()):
+        raise lacking
+    return _filled(model, checkpoint, memory_names, dtype, device), held
+
+
+def _dtypes(model: "PreTrainedModel", dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """In-memory name -> the dtype that the loader gives it, by its own plan."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    pattern, groups, _ = build_glob_alternation(list(plan)) if plan else (None, {}, None)
+    found = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        match = pattern.search(name) if pattern else None
+        found[name] = plan[groups[match.lastgroup]] if match and match.lastgroup else tensor.dtype
+    return found
+
+
 def _filled(
     model: "PreTrainedModel",
     checkpoint: Checkpoint,
@@ -238,9 +288,9 @@ def _filled(
     for disk, (memory, _) in memory_names.items():
         if memory in names:
             info = places[disk]
-            if info.scales is None and info.dtype not in _INTEGERS:
+            if info.scales is None and info.dtype not in INTEGERS:
                 _require_readable(checkpoint, info.dtype)
-            stored[disk] = _Stored(info, dtype)
+            stored[disk] = Stored(info, dtype)
     with _loading(checkpoint):
         plan = LoadStateDictConfig(
             dtype=dtype,
@@ -334,32 +384,3 @@ def _require_readable(checkpoint: Checkpoint, dtype: str) -> None:
             f"{checkpoint.id} stores weights as {dtype}; remoe reads {', '.join(DTYPES)}.",
             f"remoe eval a bf16 copy of {checkpoint.id}",
         )
-
-
-class _Stored:
-    """A tensor in its file, read into memory of its own when the loader asks for it.
-
-    safetensors would hand out views of the mapped file: page faults during decoding, counted as reads nobody made, and
-    a crash where the file shrinks. Quantised weights come in `dtype`.
-    """
-
-    def __init__(self, info: TensorInfo, dtype: torch.dtype) -> None:
-        self._info, self._dtype = info, dtype
-
-    def __getitem__(self, _whole: object) -> torch.Tensor:
-        read = self._read(self._info)
-        scales = self._info.scales
-        return read if scales is None else dequantised(read, self._read(scales), self._dtype)
-
-    @staticmethod
-    def _read(info: TensorInfo) -> torch.Tensor:
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
-        with open(info.file, "rb", buffering=0) as file:
-            file.seek(info.offset)
-            rest = raw.numpy().data
-            while rest:
-                got = file.readinto(rest)
-                if not got:
-                    raise OSError(f"{info.file} ends inside a tensor")
-                rest = rest[got:]
-        return raw.view({**DTYPES, **STORED, **_INTEGERS}[info.dtype]).view(info.shape)

@@ -36,7 +36,8 @@ def _with(recipe: Recipe, asked: Asked) -> Recipe:
 
 
 def kept_recipe(run: Run, model_type: str, asked: Asked) -> Recipe:
-    """The run's own recipe. Raises RunError when the command line asks for another one."""
+    """The run's own recipe, with another train.tracker where the command line asks for that. Raises RunError when it asks
+    for another recipe."""
     kept = run.recipe
     if asked == Asked():
         return kept
@@ -45,9 +46,9 @@ def kept_recipe(run: Run, model_type: str, asked: Asked) -> Recipe:
         named = choose_recipe(run.facts["model"], model_type, Asked(asked.recipe)).name
         wanted = replace(wanted, name=named)
     for key in key_names():
-        if value_of(kept, key) != value_of(wanted, key):
+        if value_of(kept, key) != value_of(wanted, key) and key != "train.tracker":
             raise RunError(
                 f"the run {run.folder} was started with {key} {value_of(kept, key)!r}, not {value_of(wanted, key)!r}.",
                 "remoe finetune --resume without other options, or the same command without --resume",
             )
-    return kept
+    return wanted

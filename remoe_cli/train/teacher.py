@@ -1,9 +1,13 @@
 """The base as a teacher: its own next-token distribution, for recipes that hold the model to that instead of to the text."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from remoe_cli.families import Gate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -14,6 +18,7 @@ class Teacher:
 
     def __init__(self, model: "PreTrainedModel", trained: dict[str, Tensor]) -> None:
         self._model, self._trained = model, list(trained.values())
+        self._place = {name: i for i, name in enumerate(trained)}
         self._base = [parameter.detach().clone() for parameter in self._trained]
 
     @torch.no_grad()
@@ -25,6 +30,20 @@ class Teacher:
             return self._model(**inputs).logits
         finally:
             self._put(now)
+
+    @contextmanager
+    def as_base(self, gates: Sequence[Gate], layer: int) -> Iterator[None]:
+        """This decoder layer's gates are the base's while open."""
+        places = [self._place[n] for gate in gates if gate.layer == layer for n in gate.names if n in self._place]
+        now = [self._trained[i].detach().clone() for i in places]
+        with torch.no_grad():
+            try:
+                for i in places:
+                    self._trained[i].copy_(self._base[i])
+                yield
+            finally:
+                for i, value in zip(places, now, strict=True):
+                    self._trained[i].copy_(value)
 
     def _put(self, values: list[Tensor]) -> None:
         for parameter, value in zip(self._trained, values, strict=True):

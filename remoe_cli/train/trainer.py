@@ -10,10 +10,10 @@ Shape letters: L MoE layers, B rows, T slots a row, N = B*T, E routed experts, D
 
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -25,18 +25,20 @@ from remoe_cli.errors import DataError, RemoeError, TrainingError
 from remoe_cli.families import Gate, Heads, RouterTap
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives import OBJECTIVES
-from remoe_cli.objectives.remoe import cross_entropy, distillation, overlap, ramp, Routing, Segments
+from remoe_cli.objectives.remoe import overlap, ramp, Routing, Segments
 from remoe_cli.recipe import Recipe, Train
+from remoe_cli.stream.passes import Layers
+from remoe_cli.train.losses import ANCHORS, text_terms, weighed
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
+from remoe_cli.train.prepare import checkpointed, prepare
 from remoe_cli.train.scope import Scope
 from remoe_cli.train.state import RANDOM, State
+from remoe_cli.train.streamed import require_scope, StreamedGradients
 from remoe_cli.train.teacher import Teacher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-ANCHORS = ("ce", "distillation", "trust")  # the terms that hold the model where it is; all others are for locality
 
 
 class StepStats(NamedTuple):
@@ -100,26 +102,30 @@ def train(
     state: State | None = None,
     save: Callable[[State], None] | None = None,
     steer: Callable[[int], float] | None = None,
+    layers: Layers | None = None,
 ) -> Trained:
     """Tunes a loaded causal LM in place, on the device and in the dtype where it is: what train.scope names.
 
     batches: micro-batches, `accumulation` of them a step, from the state's position on; when they run out early, the
     run ends with a note. on_step is called after each step's update, save every train.save_seconds and when training
     ends. state: where an earlier call came to; the gates then end as if it had not stopped. steer: called before each
-    step with its number; its value multiplies the scale of every locality term (all but cross entropy and trust).
+    step with its number; its value multiplies the scale of every locality term (all but cross entropy and trust). layers: the
+    model's where they don't stay in memory; each then comes once each way a step.
     The model is left in eval mode, with gradients required of what trains only and its balance loss at 0. Ctrl-C ends
     the run after the last completed step. Raises Diverged when a loss or gradient is not finite, Stopped for whatever
     else ends it (out of memory, a full disk), DataError when there is no batch at all.
     """
     settings = recipe.train
     torch.manual_seed(settings.seed)
-    trained = Trained(notes=_prepare(model, gates, settings.scope))
-    loop = _Loop(model, list(gates), recipe)
+    if layers is not None:
+        require_scope(settings.scope)
+    trained = Trained(notes=prepare(model, gates, settings.scope))
+    loop = _Loop(model, list(gates), recipe, layers)
     done = loop.begin(state)
     stream = iter(batches)
     start, saved = time.perf_counter() - done.elapsed, time.monotonic()
     try:
-        with _checkpointed(model, settings.checkpointing):
+        with checkpointed(model, settings.checkpointing and layers is None):
             for step in range(done.step + 1, settings.steps + 1):
                 began = time.perf_counter()
                 micro = list(islice(stream, settings.accumulation))
@@ -192,7 +198,9 @@ def _stopped(error: Exception, step: int, trained: Trained) -> Stopped:
 class _Loop:
     """The state of a run: what trains, its masters, optimiser, and the frozen base gates that Trust-KL compares with."""
 
-    def __init__(self, model: "PreTrainedModel", gates: list[Gate], recipe: Recipe) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", gates: list[Gate], recipe: Recipe, layers: Layers | None = None
+    ) -> None:
         self.model, self.gates, self.recipe = model, gates, recipe
         self.objective = OBJECTIVES[recipe.objective.name]
         self.terms = self.objective.terms(recipe.objective)
@@ -202,6 +210,7 @@ class _Loop:
         base = self.scope.trained_gates()
         self.base = [tuple(base[name] for name in gate.names) for gate in gates]
         self.optimiser = _optimiser(list(self.masters.tensors.values()), recipe.train)
+        self.streamed = layers and StreamedGradients(layers, gates, self.scope, self.masters, self.teacher, self.base)
 
     def begin(self, state: State | None) -> State:
         """Takes up an earlier call's state; without one the base gates are where training starts."""
@@ -247,9 +256,16 @@ class _Loop:
         weights["distillation"] = weights["ce"]
         scales = {**held, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
         scales = {name: scale if name in ANCHORS else steer * scale for name, scale in scales.items()}
-        measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
         for batch, part in zip(micro, segments, strict=True):
-            measured += self._backward(batch, part, weights, scales)
+            first_BT = (part.position_N.view(batch.ids_BT.shape) == 0) & (batch.document_BT >= 0)
+            if first_BT.sum(1).max() > 1:
+                require_packable(self.model)
+        if self.streamed:
+            measured = self.streamed.run(micro, segments, weights, scales, self._routing_terms)
+        else:
+            measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
+            for batch, part in zip(micro, segments, strict=True):
+                measured += self._backward(batch, part, weights, scales)
         norm = nn.utils.clip_grad_norm_(self.masters.tensors.values(), self.recipe.train.clip or math.inf)
         *values, eor, grad_norm = [*measured.tolist(), float(norm)]  # the step's only wait for the device
         terms = dict(zip(scales, values, strict=True))
@@ -273,9 +289,6 @@ class _Loop:
         self, batch: Batch, segments: Segments, weights: dict[str, float], scales: dict[str, float]
     ) -> Tensor:
         """Adds one micro-batch to the gradients; returns its share of each term, in the order of scales, and of EOR."""
-        first_BT = (segments.position_N.view(batch.ids_BT.shape) == 0) & (batch.document_BT >= 0)
-        if first_BT.sum(1).max() > 1:
-            require_packable(self.model)
         inputs = model_inputs(self.model, batch, segments)
         segments = segments.to(self.model.device)
         learned_BT = None if batch.learned_BT is None else batch.learned_BT.to(self.model.device)
@@ -284,24 +297,16 @@ class _Loop:
             logits_BTV = self.model(**inputs).logits
             routed = tap.take()
         routing = self._routing(routed)
-        loss = logits_BTV.new_zeros((), dtype=torch.promote_types(logits_BTV.dtype, torch.float32))
-        shares = []
-        for name, scale in scales.items():
-            with torch.set_grad_enabled(scale != 0):  # a term of scale 0 is only reported
-                if name == "ce":
-                    value = cross_entropy(logits_BTV, inputs["input_ids"], segments, learned_BT)
-                elif base_BTV is not None and name == "distillation":
-                    value = distillation(logits_BTV, base_BTV, segments, learned_BT)
-                else:
-                    value = self.terms[name](routing, segments)
-                value = value / (weights[name] or 1.0)  # nothing to average: the sum is 0 too
-            loss = loss + scale * value if scale else loss
-            shares.append(value.detach().double())
-        if loss.requires_grad:
+        text = text_terms(logits_BTV, base_BTV, inputs["input_ids"], segments, learned_BT)
+        loss, shares = weighed({**text, **self._routing_terms(routing, segments)}, weights, scales)
+        if loss is not None and loss.requires_grad:
             loss.backward()
         self.masters.accumulate()
-        shares.append(overlap(routing.choice_LNK, segments).double() / (weights["lag"] or 1.0))
-        return torch.stack(shares)
+        eor = overlap(routing.choice_LNK, segments).double() / (weights["lag"] or 1.0)
+        return torch.stack([*(shares[name] for name in scales), eor])
+
+    def _routing_terms(self, routing: Routing, segments: Segments) -> dict[str, Callable[[], Tensor]]:
+        return {name: partial(term, routing, segments) for name, term in self.terms.items()}
 
     def _routing(self, routed: list[Routed]) -> Routing:
         logp_LNE = torch.stack([layer.score.log_probabilities(layer.logits_NE) for layer in routed])
@@ -320,31 +325,6 @@ class _Loop:
         return Routing(logp_LNE, torch.stack(references), choices, **foreseen)
 
 
-def _prepare(model: "PreTrainedModel", gates: Sequence[Gate], scope: str) -> list[str]:
-    """Switches off what acts only in training; returns notes for the run's summary."""
-    model.eval()
-    notes = []
-    config = model.config
-    if getattr(config, "router_aux_loss_coef", 0):
-        notes.append(f"the model's own load-balance loss is off (its coefficient was {config.router_aux_loss_coef})")
-    for holder in (model, config):
-        if hasattr(holder, "router_aux_loss_coef"):
-            holder.router_aux_loss_coef = 0.0
-    if hasattr(config, "output_router_logits"):
-        config.output_router_logits = False
-    if scope == "gates" and gates[0].top_k == 1 and gates[0].renormalised:
-        notes.append("top_k is 1 and its weight is renormalised to 1: cross entropy gives the gates no gradient")
-    _use_grouped_mm(model)
-    return notes
-
-
-def _use_grouped_mm(model: "PreTrainedModel") -> None:
-    """The fastest experts for whole rows, where the class and the dtype have them (fp64 has not)."""
-    if next(model.parameters()).dtype != torch.float64 and hasattr(model, "set_experts_implementation"):
-        with suppress(ValueError, ImportError):  # the class brings its own experts
-            model.set_experts_implementation("grouped_mm")
-
-
 def _optimiser(masters: list[Tensor], settings: Train) -> torch.optim.AdamW:
     for master in masters:
         master.requires_grad_(True)
@@ -357,27 +337,3 @@ def _cosine(step: int, settings: Train) -> float:
         return 1.0
     warmup = settings.lr_warmup * settings.steps
     return 0.5 + 0.5 * math.cos(math.pi * max(0.0, step - warmup) / (settings.steps + 1 - warmup))
-
-
-@contextmanager
-def _checkpointed(model: "PreTrainedModel", on: bool) -> Iterator[None]:
-    """Activation checkpointing while open. transformers checkpoints only layers in training mode: the layers alone are
-    put there, their parts (dropout, router jitter) stay in eval. Non-reentrant: else recorded logits have no gradient.
-    """
-    if not on:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # its new name is not in every version that we support
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.training = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            model.gradient_checkpointing_disable()
