@@ -117,7 +117,7 @@ def finetune(
             known = run.facts.get("before")
             before = TextMeasures(**known) if known else _measure("base", job)
             run.note(before=before._asdict())
-            steering = Steering(run, settings, loaded, gates, steering_texts) if steering_texts else None
+            steering = Steering(run, settings, loaded, gates, steering_texts, layers) if steering_texts else None
             texts: Iterable[Document] = documents.train
             if is_own(settings.data.source):
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
@@ -172,7 +172,7 @@ def _train_and_save(
     if job.recipe.train.refit_bias and not trained.interrupted:
         rows = batches(texts, job.recipe.train.sequence, job.recipe.train.micro_batch, repeat=True)
         base = {name: job.checkpoint.read(disk) for name, disk in job.disk_names.items()}
-        trained.gates |= refitted(job.model, job.gates, base, trained, rows)
+        trained.gates |= refitted(job.model, job.gates, base, trained, rows, job.layers)
     delta = _save(job, trained, "interrupted" if trained.interrupted else "running")
     after = None
     if not trained.interrupted:
@@ -276,7 +276,9 @@ def _trainable(job: _Job) -> str:
 
 
 def _measure(name: str, job: _Job) -> TextMeasures:
-    return measure_heldout(f"measure {name}", job.model, job.gates, job.documents.heldout, job.recipe).measures()
+    return measure_heldout(
+        f"measure {name}", job.model, job.gates, job.documents.heldout, job.recipe, layers=job.layers
+    ).measures()
 
 
 def _train(

@@ -18,8 +18,10 @@ from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.measure.text import measure_rows
 from remoe_cli.stream.stream import Stream
 from remoe_cli.train.packing import batches
+from remoe_cli.train.refit import refit
 from remoe_cli.train.trainer import Stopped, train
 
 IDS = torch.tensor([[5, 17, 80, 3, 99, 41, 64, 12]])
@@ -142,6 +144,7 @@ from pathlib import Path
 sys.path[:0] = [{tests!r}]
 torch.set_num_threads(1)
 from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.measure.text import measure_rows
 from remoe_cli.stream.stream import Stream
 from remoe_cli.train.packing import batches
 from remoe_cli.train.trainer import train
@@ -211,3 +214,31 @@ def test_too_little_memory_says_the_least_that_works(here, monkeypatch):
 def test_gates_are_found_without_the_layers(checkpoint):
     with Stream(checkpoint, torch.bfloat16) as stream:
         assert [gate.layer for gate in find_gates(stream.model)] == [*range(6)]
+
+
+def test_measuring_pays_for_each_layer_once(checkpoint):
+    resident = load_resident(checkpoint, torch.bfloat16, "cpu")
+    documents = documents_of(70, 33, 64, 5, 90, 41)
+    expected = measure_rows(resident, find_gates(resident), documents, 32, 6, batch=2)
+    with Stream(checkpoint, torch.bfloat16) as stream:
+        found = measure_rows(stream.model, stream.gates, documents, 32, 6, batch=2, layers=stream)
+        assert stream.traffic.layers == 6, "three batches in one wave"
+    for one, other in zip(found, expected, strict=True):
+        assert (one == other).all()
+
+
+def test_biases_are_refitted_alike(tmp_path):
+    checkpoint = Checkpoint.open(tiny_models.make("deepseek_v3", tmp_path))
+    resident = load_resident(checkpoint, torch.float32, "cpu")
+    found = []
+    for layers in (None, Stream(checkpoint, torch.float32)):
+        model = layers.model if layers else resident
+        gates = find_gates(model)
+        base = {name: p.detach().clone() for gate in gates for name, p in gate.parameters.items()}
+        generator = torch.Generator().manual_seed(3)
+        tuned = {name: p + 0.3 * torch.randn(p.shape, generator=generator) for name, p in base.items()}
+        rows = batches(documents_of(*[32] * 8), 32, 2)
+        found.append(refit(model, gates, base, tuned, rows, layers))
+    assert found[0].after == found[1].after < found[0].before
+    for name, bias in found[0].biases.items():
+        torch.testing.assert_close(found[1].biases[name], bias, rtol=0, atol=1e-6)

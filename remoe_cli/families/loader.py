@@ -1,7 +1,7 @@
 """Loading models and mapping names between memory and disk: the only file that touches transformers' private APIs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -41,7 +41,10 @@ def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "P
 
     if is_quantised(checkpoint):
         model = meta_model(checkpoint, dtype)
-        return _filled(model, checkpoint, renamed(model, checkpoint), dtype, device)
+        model = _filled(model, checkpoint, renamed(model, checkpoint), dtype, device)
+        with suppress(ValueError, ImportError):  # as from_pretrained does it, where the class takes it
+            model.set_experts_implementation("grouped_mm")
+        return model
     with _loading(checkpoint):
         model, info = AutoModelForCausalLM.from_pretrained(
             checkpoint.folder, dtype=dtype, trust_remote_code=False, local_files_only=True, output_loading_info=True

@@ -12,6 +12,7 @@ from remoe_cli.measure.text import measure_rows
 from remoe_cli.recipe import Recipe
 from remoe_cli.report.figures import Measured
 from remoe_cli.report.metrics import TextRows
+from remoe_cli.stream.passes import Layers
 
 
 class Sample(NamedTuple):
@@ -65,11 +66,24 @@ def measure(
 
 
 def measure_heldout(
-    title: str, model: torch.nn.Module, gates: list[Gate], documents: list[list[int]], recipe: Recipe, draws: int = 1
+    title: str,
+    model: torch.nn.Module,
+    gates: list[Gate],
+    documents: list[list[int]],
+    recipe: Recipe,
+    draws: int = 1,
+    layers: Layers | None = None,
 ) -> TextRows:
-    """Teacher-forced, as the recipe says: evaluate.rows rows of train.sequence tokens a draw."""
+    """Teacher-forced, as the recipe says: evaluate.rows rows of train.sequence tokens a draw. layers: see `measure_rows`."""
     rows = draws * recipe.evaluate.rows
     with progress(f"{title}: text", rows) as bar:
         return measure_rows(
-            model, gates, documents, recipe.train.sequence, rows, batch=recipe.train.micro_batch, on_batch=bar.update
+            model,
+            gates,
+            documents,
+            recipe.train.sequence,
+            rows,
+            batch=recipe.train.micro_batch,
+            on_batch=bar.update,
+            layers=layers,
         )

@@ -21,6 +21,7 @@ from remoe_cli.families import Gate
 from remoe_cli.measure.text import measure_rows
 from remoe_cli.recipe import limit_of, Recipe, Train
 from remoe_cli.run import Run
+from remoe_cli.stream.passes import Layers
 from remoe_cli.train.data import Documents
 from remoe_cli.train.steer import interval, next_factor, Point, START
 
@@ -77,13 +78,19 @@ class Steering:
     the last gates is measured there, which is about where a falling rate ends."""
 
     def __init__(
-        self, run: Run, recipe: Recipe, model: torch.nn.Module, gates: list[Gate], texts: list[list[int]]
+        self,
+        run: Run,
+        recipe: Recipe,
+        model: torch.nn.Module,
+        gates: list[Gate],
+        texts: list[list[int]],
+        layers: Layers | None = None,
     ) -> None:
         """While the model holds the base's gates, which are measured once and noted in run.json."""
         limit = limit_of(recipe.train.max_ppl)
         assert limit is not None
         self._limit, self._file, self._recipe = limit, run.steering, recipe
-        self._model, self._gates, self._texts = model, gates, texts
+        self._model, self._gates, self._texts, self._layers = model, gates, texts, layers
         train = recipe.train
         falls = (train.lr_decay > 0 or train.schedule != "constant") and train.scope.startswith("gates")
         self._recent = _Recent(model, gates, run.folder / RECENT) if falls and "lora" not in train.scope else None
@@ -125,7 +132,9 @@ class Steering:
     def _loss(self) -> float:
         train = self._recipe.train
         rows = self._recipe.evaluate.rows
-        found = measure_rows(self._model, self._gates, self._texts, train.sequence, rows, batch=train.micro_batch)
+        found = measure_rows(
+            self._model, self._gates, self._texts, train.sequence, rows, batch=train.micro_batch, layers=self._layers
+        )
         return found.measures().loss
 
     def _append(self, point: Point) -> None:

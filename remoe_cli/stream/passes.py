@@ -9,7 +9,7 @@ Shape letters: B rows, T slots, D hidden size.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
-from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol, TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn, Tensor
@@ -21,6 +21,8 @@ from remoe_cli.families.tap import Routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+WAVE = 200_000_000
+Kept = TypeVar("Kept")
 
 
 class Layers(Protocol):
@@ -132,6 +134,11 @@ def call_device(call: Call) -> torch.device | None:
     return next((one.device for one in tree_leaves(tuple(call)) if isinstance(one, Tensor)), None)
 
 
+def wave(hidden_size: int, dtype: torch.dtype, rows: int, tokens: int) -> int:
+    """How many batches of `rows` x `tokens` may be on their way at once: their hidden states take WAVE bytes of host memory."""
+    return max(1, WAVE // (rows * tokens * hidden_size * dtype.itemsize))
+
+
 def finish(layers: Layers, begun: Begun, hidden: Tensor) -> Tensor:
     """Logits [B, T, V] from the last layer's output; gradients flow into `hidden`."""
     last = len(layers.layers) - 1
@@ -153,26 +160,21 @@ def tapped(gates: Sequence[Gate], index: int) -> RouterTap:
 
 @torch.no_grad()
 def forward(
-    layers: Layers,
-    gates: Sequence[Gate],
-    inputs: Sequence[dict[str, Any]],
-    on_layer: Callable[[int], None] = lambda n: None,
-) -> Iterator[tuple[Tensor, list[Routed]]]:
-    """Logits [B, T, V] of each batch and what its routers did, in order; the logits of one batch at a time. on_layer: called
-    with the number of layers that all batches have passed."""
+    layers: Layers, gates: Sequence[Gate], inputs: Sequence[dict[str, Any]], keep: Callable[[Routed], Kept]
+) -> Iterator[tuple[Tensor, list[Kept]]]:
+    """Logits [B, T, V] of each batch, and what is kept of each of its routers; the logits of one batch at a time."""
     begun = [begin(layers, one, layers.model.device) for one in inputs]
     hidden = [one.start for one in begun]
-    routed: list[list[Routed]] = [[] for _ in begun]
+    kept: list[list[Kept]] = [[] for _ in begun]
     count = len(layers.layers)
     for index in range(count):
         with layers.layer(index, range(index + 1, count)):
             for b, one in enumerate(begun):
                 with tapped(gates, index) as tap:
                     hidden[b] = run(layers.layers[index], hidden[b], one.calls[index])
-                    routed[b] += tap.take()
-        on_layer(index + 1)
+                    kept[b] += map(keep, tap.take())
     for b, one in enumerate(begun):
-        yield finish(layers, one, hidden[b]), routed[b]
+        yield finish(layers, one, hidden[b]), kept[b]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from remoe_cli.offload.arena import Arena, PAGE
 from remoe_cli.offload.store import drop_page_cache, ExpertStore
 from remoe_cli.stream.chunks import Chunk, LayerPlan
 from remoe_cli.stream.passes import decoder_layers, require_streamable
+from remoe_cli.train.prepare import use_quick_experts
 
 READERS = 2  # one reads while the other copies
 
@@ -58,6 +59,7 @@ class Stream:
         self.model, held = load_without_layers(checkpoint, dtype, device)
         self.gates = find_gates(self.model)
         require_streamable(self.gates)
+        use_quick_experts(self.model, self.gates)
         self.layers = decoder_layers(self.model, self.gates)
         self.traffic = Traffic()
         self._device = torch.device(device)

@@ -13,7 +13,7 @@ Scores are those of the tuned model with its old biases: what an earlier layer's
 Shape letters: N tokens, E routed experts, K experts a token, D hidden size.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
@@ -22,7 +22,9 @@ from torch import Tensor
 from remoe_cli.console import note
 from remoe_cli.errors import FamilyError
 from remoe_cli.families import Gate, RouterTap
+from remoe_cli.families.tap import Routed
 from remoe_cli.objectives.remoe import Segments
+from remoe_cli.stream.passes import forward, Layers
 from remoe_cli.train.packing import Batch, model_inputs
 from remoe_cli.train.trainer import Trained
 
@@ -49,9 +51,10 @@ def refit(
     base: Mapping[str, Tensor],
     tuned: Mapping[str, Tensor],
     batches: Iterable[Batch],
+    layers: Layers | None = None,
 ) -> Refit:
-    """New biases for gates that select with one. base, tuned: in-memory name -> gate; batches: texts, read up to TOKENS.
-    Leaves the tuned gates and the new biases in the model."""
+    """New biases for gates that select with one. base, tuned: in-memory name -> gate; batches: texts, read up to TOKENS; layers: the
+    model's where they don't stay in memory. Leaves the tuned gates and the new biases in the model."""
     kept, tokens = [], 0
     for batch in batches:
         kept.append(batch)
@@ -60,11 +63,11 @@ def refit(
             break
     _put(gates, base)
     target_LE = [
-        _loads(choice_NK, gate.n_experts) for gate, (_, _, choice_NK) in zip(gates, _routed(model, gates, kept))
+        _loads(choice_NK, gate.n_experts) for gate, (_, _, choice_NK) in zip(gates, _routed(model, gates, kept, layers))
     ]
     _put(gates, tuned)
     biases, before, after = {}, 0.0, 0.0
-    for gate, (hidden_ND, logits_NE, _), target_E in zip(gates, _routed(model, gates, kept), target_LE):
+    for gate, (hidden_ND, logits_NE, _), target_E in zip(gates, _routed(model, gates, kept, layers), target_LE):
         (found,) = gate.biases.values()
         old, new = balance(gate, hidden_ND, logits_NE, target_E)
         biases[gate.bias] = found.detach().cpu().clone()
@@ -87,9 +90,10 @@ def refitted(
     base: Mapping[str, Tensor],
     trained: Trained,
     batches: Iterable[Batch],
+    layers: Layers | None = None,
 ) -> dict[str, Tensor]:
     """The new biases of a run, and a note of what they do."""
-    found = refit(model, gates, base, trained.gates, batches)
+    found = refit(model, gates, base, trained.gates, batches, layers)
     trained.notes.append(
         f"selection biases refitted: an expert's share of tokens is off by at most {found.after:.4f}, {found.before:.4f} before"
     )
@@ -149,17 +153,29 @@ def _loads(choice_NK: Tensor, n_experts: int) -> Tensor:
 
 
 def _routed(
-    model: "PreTrainedModel", gates: Sequence[Gate], batches: Sequence[Batch]
+    model: "PreTrainedModel", gates: Sequence[Gate], batches: Sequence[Batch], layers: Layers | None
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """A layer: hidden [N, D], logits [N, E] and choice [N, K] of all tokens that are no padding."""
     parts: list[list[tuple[Tensor, ...]]] = [[] for _ in gates]
-    for batch in batches:
+    inputs = [model_inputs(model, batch, Segments.of(batch.document_BT)) for batch in batches]
+    for batch, routed in zip(batches, _passed(model, gates, inputs, layers), strict=True):
         real_N = (batch.document_BT >= 0).flatten().to(model.device)
-        with RouterTap(list(gates)) as tap:
-            model(**model_inputs(model, batch, Segments.of(batch.document_BT)))
-            for layer, found in zip(parts, tap.take(), strict=True):
-                layer.append((found.hidden_ND[real_N], found.logits_NE[real_N], found.choice_NK[real_N]))
+        for layer, found in zip(parts, routed, strict=True):
+            layer.append((found.hidden_ND[real_N], found.logits_NE[real_N], found.choice_NK[real_N]))
     return [tuple(torch.cat(part) for part in zip(*layer, strict=True)) for layer in parts]  # type: ignore[misc]
+
+
+def _passed(
+    model: "PreTrainedModel", gates: Sequence[Gate], inputs: Sequence[dict], layers: Layers | None
+) -> Iterator[list[Routed]]:
+    if layers is not None:
+        for _, routed in forward(layers, gates, inputs, lambda routed: routed):
+            yield routed
+        return
+    for one in inputs:
+        with RouterTap(list(gates)) as tap:
+            model(**one)
+            yield tap.take()
 
 
 def _put(gates: Sequence[Gate], values: Mapping[str, Tensor]) -> None:
