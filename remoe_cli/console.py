@@ -1,5 +1,6 @@
 """What a person reads while work goes on: notes and progress, on stderr only."""
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +19,13 @@ from rich.progress import (
 )
 
 _stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def mute() -> None:
+    """Nothing but errors is said from now on, on either stream."""
+    global _stderr
+    _stderr = Console(file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115  until the process ends
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def note(text: str) -> None:

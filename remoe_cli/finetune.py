@@ -1,10 +1,8 @@
 """remoe finetune: freeze everything but the gates, train them, and write the change as a delta."""
 
 import json
-import math
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -15,26 +13,30 @@ from remoe_cli import run as runs
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta, heads_on_disk, put
 from remoe_cli.environment import device_name, pick_device, versions
-from remoe_cli.errors import DataError, RemoeError, RunError, UsageError
+from remoe_cli.errors import RemoeError, RunError, UsageError
 from remoe_cli.families import family_of, find_gates, Gate
 from remoe_cli.families.loader import compute_dtype, gate_disk_names, in_memory, load_resident, on_disk
 from remoe_cli.finetuned import Finetuned
 from remoe_cli.hub.resolve import fetch_config, resolve
-from remoe_cli.measure.sample import measure_heldout, Sample
-from remoe_cli.measure.steering import ce_only_beside, check_control, control_command, halves, Steering
-from remoe_cli.recipe import is_own, limit_of, prompts_of, Recipe
+from remoe_cli.measure.sample import measure_heldout
+from remoe_cli.measure.steering import ce_only_beside, check_control, control_command, Steering
+from remoe_cli.recipe import is_own, Recipe
 from remoe_cli.report import plots
 from remoe_cli.report.metrics import TextMeasures
+from remoe_cli.resumed import base_of, check_resumed, documents_of, state_of, step_of
 from remoe_cli.run import Run
 from remoe_cli.sizes import show_size
 from remoe_cli.stream.choose import stream_of
+from remoe_cli.stream.sharded import load_sharded
 from remoe_cli.stream.stream import Stream, Traffic
 from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
-from remoe_cli.train.data import Documents, load_documents, load_tokenizer
+from remoe_cli.train.data import Documents, load_tokenizer
 from remoe_cli.train.own_text import own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
+from remoe_cli.train.ranks import check_share, Ranks
 from remoe_cli.train.refit import refitted, require_biases
-from remoe_cli.train.state import newest, State
+from remoe_cli.train.state import State
+from remoe_cli.train.streamed import require_scope
 from remoe_cli.train.tokens import about_positions, check_vocabulary
 from remoe_cli.train.trackers import require_tracker, Tracker
 from remoe_cli.train.trainer import Diverged, StepStats, Stopped, train, Trained
@@ -65,7 +67,28 @@ def finetune(
 
     Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
     """
-    old = runs.unfinished(model, out) if resume else None
+    with ExitStack() as until:
+        ranks = Ranks.join(pick_device(device))
+        until.callback(ranks.leave)
+        old = ranks.agree(runs.unfinished(model, out) if resume else None)
+        if ranks.scratch:
+            out, old = ranks.follow(old)
+        ranks.agree(None)  # what the others copy is whole
+        return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, ranks)
+
+
+def _finetune(
+    model: str | None,
+    asked: Asked,
+    out: Path | None,
+    device: str | None,
+    old: Run | None,
+    resume: bool,
+    ce_only: str | None,
+    stream: str,
+    ram: int | None,
+    ranks: Ranks,
+) -> Finetuned:
     if old is None and model is None:
         raise RunError("there is no unfinished run to resume.", "remoe runs, or remoe finetune MODEL")
     if old is None:
@@ -73,33 +96,40 @@ def finetune(
     if ce_only is not None and asked.max_ppl is None and not resume:
         raise UsageError("--ce-only goes with --max-ppl.", "the same command without --ce-only")
     control = None if ce_only is None else runs.find(ce_only)
-    found = fetch_config(_base_of(old) if old else str(model))
+    found = fetch_config(base_of(old) if old else str(model))
     family = family_of(found.config, found.id)
     settings = (
         choose_recipe(str(model), family.model_type, asked)
         if old is None
         else kept_recipe(old, family.model_type, asked)
     )
+    check_share(settings.train, ranks.world)
     require_tracker(settings.train.tracker)
-    where = pick_device(device)
+    where = ranks.device(pick_device(device))
     checkpoint = resolve(found)
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(size := checkpoint.config.get("vocab_size"), int):
         check_vocabulary(tokenizer, size, checkpoint.id)
-    documents, steering_texts = _documents(settings, old, tokenizer)
+    documents, steering_texts = documents_of(settings, old, tokenizer)
     dtype = compute_dtype(checkpoint, where, settings.train.dtype)
     run = old or runs.create(str(model), settings, out)
     with run.locked(resumed=old is not None), ExitStack() as until:
         run.note(status="running", error=None)
         try:
-            layers = stream_of(checkpoint, settings, dtype, where, stream, ram)
+            sharded = ranks.world > 1 and stream != "on"
+            layers = None if sharded else stream_of(checkpoint, settings, dtype, where, stream, ram)
             if layers:
                 until.callback(layers.close)
-            loaded = layers.model if layers else load_resident(checkpoint, dtype, where)
+                loaded = layers.model
+            elif sharded:
+                require_scope(settings.train.scope)
+                loaded = load_sharded(checkpoint, dtype, where)
+            else:
+                loaded = load_resident(checkpoint, dtype, where)
             gates, names = find_gates(loaded), gate_disk_names(loaded, checkpoint)
             if settings.train.refit_bias:
                 require_biases(gates)
-            job = _Job(run, settings, checkpoint, documents, loaded, gates, names, layers)
+            job = _Job(run, settings, checkpoint, documents, loaded, gates, names, layers, ranks)
             facts = {
                 "base": _lasting_name(checkpoint), "commit": checkpoint.commit, "model_type": family.model_type,
                 "gates_sha256": checkpoint.sha256(*sorted(names.values())),
@@ -107,9 +137,9 @@ def finetune(
                 "data": documents.pinned, "data_sha256": documents.sha256, "heldout_sha256": documents.heldout_sha256,
                 "top_k": gates[0].top_k, "n_experts": gates[0].n_experts, "moe_layers": len(gates),
                 "gate_parameters": sum(p.numel() for gate in gates for p in gate.parameters.values()),
-                "streamed_layers": len(layers.layers) - layers.kept if layers else 0,
+                "streamed_layers": len(layers.layers) - layers.kept if layers else 0, "processes": ranks.world,
             }  # fmt: skip
-            _check_resumed(run, facts)
+            check_resumed(run, facts)
             run.note(**facts)
             if control is not None:
                 check_control(control, run)
@@ -122,7 +152,7 @@ def finetune(
             if is_own(settings.data.source):
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
                 note(f"Note: {len(texts):,} texts of {sum(len(text.ids) for text in texts):,} tokens to train on")
-            state = _state(run) if old else None
+            state = state_of(run) if old else None
             tracker = Tracker(settings, run, state.step if state else 0)
             until.callback(tracker.close)
         except BaseException:
@@ -134,7 +164,7 @@ def finetune(
 
 class _Job(NamedTuple):
     """What every part of the work needs. documents: without those that steer. disk_names: in-memory gate parameter ->
-    on-disk name. layers: of a streamed model."""
+    on-disk name. layers: of a streamed model; ranks: the processes of the run."""
 
     run: Run
     recipe: Recipe
@@ -144,6 +174,7 @@ class _Job(NamedTuple):
     gates: list[Gate]
     disk_names: dict[str, str]
     layers: Stream | None
+    ranks: Ranks
 
 
 def _train_and_save(
@@ -184,62 +215,6 @@ def _train_and_save(
         if steering:
             _tell_apart(job, steering, before, control)
     return Finetuned(run, delta, before, after, trained.step, trained.interrupted)
-
-
-def _base_of(run: Run) -> str:
-    """The base as it was pinned, or as the user named it where the run was killed before that."""
-    facts = run.facts
-    return facts.get("base", facts["model"]) + (f"@{facts['commit']}" if facts.get("commit") else "")
-
-
-def _documents(settings: Recipe, old: Run | None, tokenizer: Any) -> tuple[Documents, list[list[int]]]:
-    """The texts, checked against what will be asked of them later, and those to steer by. Raises DataError."""
-    facts, data = old.facts if old else {}, settings.data
-    if is_own(data.source):  # the prompts need no answers
-        data = replace(data, source=prompts_of(data.source), labels="all")
-    data = replace(data, source=facts.get("data", data.source))
-    documents = load_documents(data, tokenizer, seed=settings.train.seed)
-    steering_texts: list[list[int]] = []
-    if limit_of(settings.train.max_ppl) is not None:
-        steering_texts, documents = halves(documents)
-    for known, found in (("data_sha256", documents.sha256), ("heldout_sha256", documents.heldout_sha256)):
-        if facts.get(known, found) != found:
-            raise DataError(
-                f"the texts of {documents.source} have changed since the run {old.folder if old else ''} began.",
-                "the same command without --resume",
-            )
-    Sample.of(documents.heldout, settings, draws=1)  # eval will want it
-    return documents, steering_texts
-
-
-def _check_resumed(run: Run, facts: dict[str, Any]) -> None:
-    """Of a run that is taken up again: its base must be the same, a report of its former gates is laid aside."""
-    before = run.facts
-    if before.get("gates_sha256", facts["gates_sha256"]) != facts["gates_sha256"]:
-        raise RunError(
-            f"the gates of {facts['base']} have changed since the run {run.folder} began.",
-            "the same command without --resume",
-        )
-    for what in ("device", "dtype"):
-        if before.get(what, facts[what]) != facts[what]:
-            note(f"Note: begun with {what} {before[what]}, now {facts[what]}: figures may differ in their last digits")
-    if run.report.is_file():
-        aside = run.report.with_name(f"report-step-{before.get('steps', 0)}.json")
-        run.report.replace(aside)
-        note(f"Note: the report of the gates so far is kept as {aside}")
-
-
-def _state(run: Run) -> State | None:
-    """Where the run is taken up, said to the user."""
-    found = newest(run.states)
-    if found is None:
-        note("No step was saved: training begins at its first step")
-        return None
-    state, threads = found
-    note(f"Going on after step {state.step}")
-    if threads != torch.get_num_threads():
-        note(f"Note: begun with {threads} threads, now {torch.get_num_threads()}: sums may differ in their last digits")
-    return state
 
 
 def _lasting_name(checkpoint: "Checkpoint") -> str:
@@ -291,7 +266,7 @@ def _train(
         steering.begin(state.step if state else 0)
     rows = batches(texts, settings.sequence, settings.micro_batch, repeat=True, start=start)
     kept = run.metrics.read_text().splitlines() if state and run.metrics.is_file() else []
-    steps = [line for line in kept if state and _step_of(line) <= state.step]
+    steps = [line for line in kept if state and step_of(line) <= state.step]
     atomic.write(run.metrics, "".join(f"{line}\n" for line in steps))
     with (
         open(run.metrics, "a", buffering=1) as stream,
@@ -309,7 +284,8 @@ def _train(
 
         trained = train(
             job.model, job.gates, rows, recipe, on_step=on_step, state=state, steer=steering,
-            layers=job.layers, save=lambda state: state.save(run.states),
+            layers=job.layers, ranks=job.ranks,
+            save=(lambda state: state.save(run.states)) if job.ranks.main else None,
         )  # fmt: skip
     for line in trained.notes:
         note(f"Note: {line}")
@@ -350,14 +326,6 @@ def _tell_apart(job: _Job, steering: Steering, before: TextMeasures, control: Ru
     reported = _measure("CE-only", job).perplexity / before.perplexity - 1
     ce_only = {"run": str(control.folder), "change": steering.change(), "reported_change": reported}
     job.run.note(steering={**job.run.facts["steering"], "ce_only": ce_only})
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinity for one that a kill cut off."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
 
 
 def _save(job: _Job, trained: Trained, status: str) -> Delta:

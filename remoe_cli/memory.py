@@ -1,5 +1,7 @@
 """How much memory this process may still take, and what says so: the machine, a cgroup above it, or a GPU."""
 
+import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -31,6 +33,13 @@ def gpu(device: str) -> Room:
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Room(free + kept, f"the GPU {device}")
+
+
+def give_back() -> None:
+    """Returns what this process has freed to the system. glibc keeps holes below large blocks for itself: over a run of many
+    sizes they grow to more than what is in use. About 10 ms; nothing where the C library has no malloc_trim."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _machine(root: Path) -> Room:

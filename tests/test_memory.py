@@ -1,6 +1,7 @@
 """How much memory may still be taken: real cgroup limits where they can be set, and trees as other machines show them."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,29 @@ def test_a_parent_without_hierarchy_does_not_bind(tmp_path):
 def test_no_torch_is_needed():
     code = "import sys\nfrom remoe_cli.memory import available\navailable()\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+GIVE_BACK = r"""
+import ctypes, pathlib, re
+from remoe_cli.memory import give_back
+def anonymous():
+    return int(re.search(r"RssAnon:\s+(\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+blocks = [libc.malloc(100_000) for _ in range(2000)]
+for block in blocks:
+    libc.memset(block, 1, 100_000)
+for block in blocks[:-1]:  # the last one keeps the end of the heap where it is
+    libc.free(block)
+held = anonymous()
+give_back()
+print(held, anonymous())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep no such holes")
+def test_what_is_freed_can_be_given_back():
+    ran = subprocess.run([sys.executable, "-c", GIVE_BACK], capture_output=True, text=True, check=True)
+    held, left = map(int, ran.stdout.split())  # kB
+    assert held > 190_000 and left < held / 3

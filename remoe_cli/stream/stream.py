@@ -107,6 +107,22 @@ class Stream:
         self._bring(index, ahead)
         yield
 
+    def give(self, index: int) -> None:
+        """The layer that is there becomes the module's own, in memory of its own; the stream forgets it."""
+        for held in self._plans[index].tensors:
+            module, name = self._owner(index, held.name)
+            whole = getattr(module, name).detach().clone()
+            if held.buffer:
+                module._buffers[name] = whole
+            else:
+                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+        self._here.pop(index)
+
+    def unhook(self) -> None:
+        """Layers are no longer fetched as they are called."""
+        for hook in self._hooks:
+            hook.remove()
+
     @contextmanager
     def bare(self) -> Iterator[None]:
         """Layers may be called for nothing while open: none is fetched."""

@@ -37,6 +37,9 @@ class Masters:
         for name, master in self.tensors.items():
             self._parameters[name].copy_(master)
 
+    def gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.tensors.values() if master.grad is not None]
+
     def snapshot(self) -> dict[str, Tensor]:
         return {name: master.detach().clone() for name, master in self.tensors.items()}
 

@@ -199,8 +199,9 @@ def require_scope(scope: str) -> None:
     """Raises UsageError where more than gates and heads train."""
     if scope not in SCOPES:
         raise UsageError(
-            f"train.scope {scope} trains weights that do not stay in memory; streamed training has {', '.join(SCOPES)}.",
-            "the same command with --stream off",
+            f"train.scope {scope} trains weights that do not stay in memory; models that are streamed or spread over processes have "
+            f"{', '.join(SCOPES)}.",
+            "the same command with --stream off, in one process",
         )
 
 

@@ -32,6 +32,7 @@ from remoe_cli.train.losses import ANCHORS, text_terms, weighed
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, BEGIN, model_inputs, Position, require_packable
 from remoe_cli.train.prepare import checkpointed, prepare
+from remoe_cli.train.ranks import ALONE, is_lost, lost, Ranks
 from remoe_cli.train.scope import Scope
 from remoe_cli.train.state import RANDOM, State
 from remoe_cli.train.streamed import require_scope, StreamedGradients
@@ -103,6 +104,7 @@ def train(
     save: Callable[[State], None] | None = None,
     steer: Callable[[int], float] | None = None,
     layers: Layers | None = None,
+    ranks: Ranks = ALONE,
 ) -> Trained:
     """Tunes a loaded causal LM in place, on the device and in the dtype where it is: what train.scope names.
 
@@ -110,7 +112,8 @@ def train(
     run ends with a note. on_step is called after each step's update, save every train.save_seconds and when training
     ends. state: where an earlier call came to; the gates then end as if it had not stopped. steer: called before each
     step with its number; its value multiplies the scale of every locality term (all but cross entropy and trust). layers: the
-    model's where they don't stay in memory; each then comes once each way a step.
+    model's where they don't stay in memory; each then comes once each way a step. ranks: the processes that train together, all of which
+    call this with the same batches; save is called by the first one only.
     The model is left in eval mode, with gradients required of what trains only and its balance loss at 0. Ctrl-C ends
     the run after the last completed step. Raises Diverged when a loss or gradient is not finite, Stopped for whatever
     else ends it (out of memory, a full disk), DataError when there is no batch at all.
@@ -120,7 +123,7 @@ def train(
     if layers is not None:
         require_scope(settings.scope)
     trained = Trained(notes=prepare(model, gates, settings.scope))
-    loop = _Loop(model, list(gates), recipe, layers)
+    loop = _Loop(model, list(gates), recipe, layers, ranks)
     done = loop.begin(state)
     stream = iter(batches)
     start, saved = time.perf_counter() - done.elapsed, time.monotonic()
@@ -184,8 +187,9 @@ def _last_save(save: Callable[[State], None] | None, done: State) -> None:
 def _stopped(error: Exception, step: int, trained: Trained) -> Stopped:
     """What ended training, in one line. The states saved before it stay."""
     kept = f"the gates of step {step - 1} are kept"
+    error = lost() if is_lost(error) else error
     if isinstance(error, RemoeError):
-        return Stopped(f"step {step}: {error.message} ({kept}.)", error.hint, trained)
+        return Stopped(f"step {step}: {error.message.removesuffix('.')} ({kept}).", error.hint, trained)
     if out_of_memory(error):
         smaller = "--set train.micro_batch=1 --set train.checkpointing=true (and a smaller train.sequence)"
         return Stopped(f"step {step}: out of memory; {kept}.", f"the same command with {smaller}", trained)
@@ -199,9 +203,14 @@ class _Loop:
     """The state of a run: what trains, its masters, optimiser, and the frozen base gates that Trust-KL compares with."""
 
     def __init__(
-        self, model: "PreTrainedModel", gates: list[Gate], recipe: Recipe, layers: Layers | None = None
+        self,
+        model: "PreTrainedModel",
+        gates: list[Gate],
+        recipe: Recipe,
+        layers: Layers | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.model, self.gates, self.recipe = model, gates, recipe
+        self.model, self.gates, self.recipe, self.ranks = model, gates, recipe, ranks
         self.objective = OBJECTIVES[recipe.objective.name]
         self.terms = self.objective.terms(recipe.objective)
         self.scope = Scope(model, gates, recipe)
@@ -254,8 +263,11 @@ class _Loop:
         weights = {name: sum(part[name] for part in parts) for name in parts[0]}
         held = {"ce": 1.0} if self.teacher is None else {"ce": 0.0, "distillation": 1.0}
         weights["distillation"] = weights["ce"]
+        tokens = sum(int(part.length_S.sum()) for part in segments)
         scales = {**held, **self.objective.scales(self.recipe.objective, step, self.recipe.train.steps)}
         scales = {name: scale if name in ANCHORS else steer * scale for name, scale in scales.items()}
+        micro = self.ranks.share(micro)
+        segments = [Segments.of(batch.document_BT) for batch in micro] if self.ranks.world > 1 else segments
         for batch, part in zip(micro, segments, strict=True):
             first_BT = (part.position_N.view(batch.ids_BT.shape) == 0) & (batch.document_BT >= 0)
             if first_BT.sum(1).max() > 1:
@@ -266,11 +278,11 @@ class _Loop:
             measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
             for batch, part in zip(micro, segments, strict=True):
                 measured += self._backward(batch, part, weights, scales)
+        self.ranks.total([*self.masters.gradients(), measured])
         norm = nn.utils.clip_grad_norm_(self.masters.tensors.values(), self.recipe.train.clip or math.inf)
         *values, eor, grad_norm = [*measured.tolist(), float(norm)]  # the step's only wait for the device
         terms = dict(zip(scales, values, strict=True))
         loss = sum(scales[name] * value for name, value in terms.items())
-        tokens = sum(int(part.length_S.sum()) for part in segments)
         return {"loss": loss, "terms": terms, "eor": eor, "grad_norm": grad_norm, "tokens": tokens}
 
     def update(self, step: int) -> float:
