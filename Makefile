@@ -15,7 +15,7 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-faults test-interop test-oldest test-gpu bench-decode bench-gpu lint format checkpoint clean help
+.PHONY: demo test test-faults test-interop test-oldest test-gpu bench-decode bench-gpu bench-train lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
@@ -24,7 +24,8 @@ help:
 	@echo "make test-oldest   the families with the oldest transformers that is supported"
 	@echo "make test-interop  deltas applied in other runtimes: transformers, peft, accelerate; llama.cpp and vLLM where they are installed"
 	@echo "make bench-decode  the decoder against llama.cpp and accelerate (an hour, 40 GB of disk; root for memory limits)"
-	@echo "make bench-gpu     the decoder on a GPU (under 6 minutes; ARGS=--dry-run without one)"
+	@echo "make bench-train   training beside the Hugging Face Trainer and plain autograd (10 minutes; ARGS=--dry-run: seconds)"
+	@echo "make bench-gpu     the decoder and training on a GPU (under 10 minutes; ARGS=--dry-run without one)"
 	@echo "make format  rewrite the sources in the project's style"
 
 demo: $(READY)
@@ -55,7 +56,7 @@ test-gpu: $(READY)
 	$(TEST_ENV) $(BIN)/python -m pytest -m gpu -rs tests
 
 # ARGS="--parts floor,demo --rounds 5" and the like; benchmarks/README.md says what there is
-bench-decode bench-gpu: $(READY)
+bench-decode bench-gpu bench-train: $(READY)
 	@$(BIN)/python -m pip install --quiet --group bench
 	$(BIN)/python benchmarks/$(@:bench-%=%).py $(ARGS)
 

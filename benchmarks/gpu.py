@@ -1,4 +1,5 @@
-"""The offloaded decoder on a GPU, in under 6 minutes: experts come from pinned memory while others compute.
+"""The offloaded decoder on a GPU, in under 6 minutes: experts come from pinned memory while others compute; then training, as
+benchmarks/train.py measures it, in under 5.
 
     make bench-gpu
     python benchmarks/gpu.py --dry-run        the same code on a CPU and a tiny checkpoint, in seconds: its figures mean nothing
@@ -20,6 +21,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import train
 from decode import limits, report
 from decode.checkpoint import Geometry, make, TINY
 from decode.rounds import Bar, interleave, number, ratio, spread, steady
@@ -32,6 +34,7 @@ from remoe_cli.offload.settings import Settings
 LAYERS = 6
 SIZES = (8, 16)
 FEW = 8  # tokens of accelerate
+TRAINED = train.ARMS[:4]  # experts one by one would take most of the time
 
 
 def main() -> None:
@@ -50,10 +53,12 @@ def main() -> None:
     if not (setup.model / "model.safetensors.index.json").is_file():
         make(setup.work, geometry, gguf=False)
     results = measure(setup, device)
+    job = {"device": device, "steps": 6, "sequence": 2048, "accumulation": 4, "threads": torch.get_num_threads()}
+    results["training"] = train.measure(job, 2, dry=asked.dry_run, arms=TRAINED)
     asked.out.mkdir(parents=True, exist_ok=True)
     stem = asked.out / f"gpu-{time.strftime('%Y%m%d-%H%M%S')}"
     text = markdown(results)
-    stem.with_suffix(".json").write_text(json.dumps({**results, "bars": [bar.row() for bar in results["bars"]]}))
+    stem.with_suffix(".json").write_text(json.dumps(results, default=Bar.row))
     stem.with_suffix(".md").write_text(text + "\n")
     print(text)
 
@@ -194,7 +199,7 @@ def accelerate(setup: Setup, device: str, capacity: int) -> dict[str, Any]:
 def markdown(results: dict[str, Any]) -> str:
     lines = ["# The offloaded decoder on a GPU", "", *(f"- {k}: {v}" for k, v in results["conditions"].items()), ""]
     lines += report.table([report.bar_row(bar) for bar in results["bars"]])
-    return "\n".join(lines + report.table(results["rows"]))
+    return "\n".join([*lines, *report.table(results["rows"]), train.markdown(results["training"])])
 
 
 def _tpot(result: dict[str, Any]) -> float:

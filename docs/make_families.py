@@ -13,7 +13,7 @@ from remoe_cli.families import FAMILIES, Family, Score
 ROOT = Path(__file__).resolve().parents[1]
 DOC = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- begin: python docs/make_families.py -->", "<!-- end -->"
-SUITES = ("gates", "names", "choice", "training", "gradient", "delta", "peft", "offload")
+SUITES = ("gates", "names", "choice", "training", "gradient", "delta", "peft", "offload", "streamed")
 
 
 def table() -> str:
@@ -21,7 +21,17 @@ def table() -> str:
     sys.path.insert(0, str(ROOT / "tests"))
     from conformance.rows import ROWS
 
-    head = ["model type", "gate on disk", "score", "K weights", "selection bias", "loads too", "offload", "GGUF"]
+    head = [
+        "model type",
+        "gate on disk",
+        "score",
+        "K weights",
+        "selection bias",
+        "loads too",
+        "offload",
+        "streamed",
+        "GGUF",
+    ]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name in sorted(FAMILIES):
         family, row = FAMILIES[name], ROWS[name]
@@ -33,6 +43,7 @@ def table() -> str:
             f"`{family.bias.rpartition('.')[2]}`" if family.bias else "",
             " ".join(f"`{wrapper}`" for wrapper in family.wrappers),
             "no" if "offload" in row.gaps else "yes",
+            "no" if "streamed" in row.gaps else "yes",
             row.gguf.lower(),
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -113,9 +113,19 @@ _SOFTMAX_OF_CHOSEN = [
     ),
 ]
 
+_HANDING = ("glm_moe_dsa", "hy_v4")
 _SIGMOID = [
     *(
-        Family(model_type, score=SIGMOID, bias=_SCORE_BIAS, shared="mlp.shared_experts", renormalised=_NORM_ON)
+        Family(
+            model_type,
+            score=SIGMOID,
+            bias=_SCORE_BIAS,
+            shared="mlp.shared_experts",
+            renormalised=_NORM_ON,
+            entangled="layers hand the places that attention looks at to the next ones"
+            if model_type in _HANDING
+            else "",
+        )
         for model_type in (
             "deepseek_v3",
             "deepseek_v32",

@@ -8,7 +8,7 @@ Shape letters: B rows, T slots, D hidden size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol, TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 WAVE = 200_000_000
 Kept = TypeVar("Kept")
+
+
+class _Recorded(Exception):
+    """The last layer was called."""
 
 
 class Layers(Protocol):
@@ -66,7 +70,7 @@ class Call(NamedTuple):
             if not isinstance(one, Tensor):
                 return one
             if id(one) not in known:
-                known[id(one)] = one.to(device)
+                known[id(one)] = on_host(one) if device.type == "cpu" else one.to(device, non_blocking=True)
             return known[id(one)]
 
         return Call(*tree_map(move, tuple(self)))
@@ -100,15 +104,17 @@ def begin(layers: Layers, inputs: dict[str, Any], keep: torch.device | str) -> B
     """Everything before the first layer. keep: where to hold what layers are called with."""
     seen: list[tuple[Tensor, Call]] = []
 
-    def recorder(_index: int) -> Callable:
+    def recorder(index: int) -> Callable:
         def record(*args: Any, **kwargs: Any) -> Tensor:
             hidden = args[0] if args else kwargs.pop("hidden_states")
             seen.append((hidden, Call(args[1:], kwargs)))
+            if index == len(layers.layers) - 1:
+                raise _Recorded  # no head for nothing
             return hidden
 
         return record
 
-    with _replaced(layers, recorder):
+    with _replaced(layers, recorder), suppress(_Recorded):
         layers.model(**inputs)
     if any(hidden is not seen[0][0] for hidden, _ in seen) or len(seen) != len(layers.layers):
         raise FamilyError(
@@ -119,6 +125,14 @@ def begin(layers: Layers, inputs: dict[str, Any], keep: torch.device | str) -> B
     moved: dict[int, Tensor] = {}
     calls = [call if keep == layers.model.device else call.to(keep, moved) for _, call in seen]
     return Begun(inputs, seen[0][0], calls)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """In host memory; what comes from a GPU is pinned, and whoever reads it back does so in the same stream."""
+    if tensor.device.type != "cuda":
+        return tensor
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return kept.copy_(tensor, non_blocking=True)
 
 
 def run(layer: nn.Module, hidden: Tensor, call: Call) -> Tensor:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Stream:
         self._readers = ThreadPoolExecutor(READERS, "layers")
         self._copies = torch.cuda.Stream(self._device) if self._cuda else None
         self._here: dict[int, _Arrival] = {}
+        self._counting = Lock()
         self._bare = 0
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._on_call, index)) for index, layer in enumerate(self.layers)
@@ -199,7 +201,8 @@ class Stream:
         row = self._free.get()
         try:
             read, _ = self._store.read(chunk.image, self._rows.buffer(row))
-            self.traffic.read_bytes += read
+            with self._counting:
+                self.traffic.read_bytes += read
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._copies):
                 if self._copies is not None and views[0].is_cuda:
                     self._copies.wait_event(after)

@@ -18,7 +18,7 @@ from remoe_cli.errors import UsageError
 from remoe_cli.families import Gate, Heads
 from remoe_cli.families.tap import Routed
 from remoe_cli.objectives.remoe import overlap, Routing, Segments
-from remoe_cli.stream.passes import begin, Begun, finish, Layers, require_streamable, run, tapped
+from remoe_cli.stream.passes import begin, Begun, finish, Layers, on_host, require_streamable, run, tapped
 from remoe_cli.train.losses import Terms, text_terms, weighed
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, model_inputs
@@ -76,9 +76,9 @@ class StreamedGradients:
         """Leaves the gradient in the masters; returns each term's mean over the step, in the order of scales, and EOR's.
         terms_of: (routing, segments) -> the objective's terms."""
         seen = self._forward(micro, segments)
-        measured = torch.zeros(len(scales) + 1, dtype=torch.float64)
+        measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self._layers.model.device)
         for one in seen:
-            measured += self._losses(one, weights, scales, terms_of).cpu()
+            measured += self._losses(one, weights, scales, terms_of)
         if self._scope.moves_model:
             self._backward(seen)
         return measured
@@ -108,7 +108,7 @@ class StreamedGradients:
 
     def _pass(self, index: int, one: _Seen) -> None:
         if index >= self._first and self._scope.moves_model:
-            one.borders[index] = _on_host(one.hidden)
+            one.borders[index] = on_host(one.hidden)
         with tapped(self._gates, index) as tap:
             one.hidden = run(self._layers.layers[index], one.hidden, one.begun.calls[index])
             found = tap.take()
@@ -118,7 +118,7 @@ class StreamedGradients:
             one.references.append(routed.score.log_probabilities(logits_NE))
             one.foreseen.append(_foreseen(self._scope.heads, i, routed))
             one.routed.append(
-                routed if not self._scope.moves_model else routed._replace(hidden_ND=routed.hidden_ND[:0])
+                routed if not self._scope.moves_model else routed._replace(hidden_ND=_nothing(routed.hidden_ND))
             )
 
     def _losses(self, one: _Seen, weights: Mapping[str, float], scales: Mapping[str, float], terms_of: Any) -> Tensor:
@@ -149,7 +149,7 @@ class StreamedGradients:
         one.grads = [{kind: leaf.grad for kind, leaf in layer.items()} for layer in leaves]
         shares |= others
         eor = overlap(routing.choice_LNK, one.segments).double() / (weights["lag"] or 1.0)
-        one.hidden, one.base, one.references, one.foreseen = one.hidden[:0], None, [], []
+        one.hidden, one.base, one.routed, one.references, one.foreseen = _nothing(one.hidden), None, [], [], []
         return torch.stack([*(shares[name] for name in scales), eor])
 
     def _leaves(self, one: _Seen) -> tuple[list[dict[str, Tensor]], Routing]:
@@ -209,8 +209,6 @@ def _foreseen(heads: Heads, i: int, routed: Routed) -> dict[str, Tensor]:
     return {kind: heads.probabilities(kind, i, routed.hidden_ND, routed.score) for kind in heads.kinds}
 
 
-def _on_host(hidden: Tensor) -> Tensor:
-    if hidden.device.type != "cuda":
-        return hidden
-    kept = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=True)
-    return kept.copy_(hidden, non_blocking=True)  # whoever reads it back does so in the same stream
+def _nothing(like: Tensor) -> Tensor:
+    """An empty tensor of its own: a slice would keep all of `like`."""
+    return like.new_empty(0, like.shape[-1])

@@ -59,6 +59,7 @@ _AT_ONCE = "its experts run as one product over all of them, on weighed copies o
 _SORTED = "its experts take tokens sorted by expert, in two modules"
 _ONE_MATRIX = "its experts lie in one matrix, without a dimension for them"
 _PAST = "its router reads the weight of the module that PEFT replaces, and never calls it"
+_HANDED = "its layers hand the places that attention looks at to the next ones"
 _ZERO = "some of its experts have no weights"
 
 
@@ -132,7 +133,7 @@ ROWS: dict[str, Row] = {
         "GLM4_MOE", bias=True),
     "glm4_moe_lite": Row({**_LATENT, **_ROUTED, **_SPARSE}, (0,), "DEEPSEEK2", bias=True),
     "glm_moe_dsa": Row({**_LATENT, **_ROUTED, **_INDEXED, **_SPARSE, "indexer_types": ["full", "full", "shared"]},
-        (0,), "GLM_DSA", bias=True),
+        (0,), "GLM_DSA", bias=True, gaps={"streamed": _HANDED}),
     "dots1": Row({**_GROUPED, **_ROUTED, "first_k_dense_replace": 1, "norm_topk_prob": True}, (0,), "DOTS1",
         bias=True),
     "exaone_moe": Row({**_GROUPED, **_INNER, **_SPARSE, "num_experts": EXPERTS, "num_shared_experts": 1, "n_group":
@@ -158,7 +159,7 @@ ROWS: dict[str, Row] = {
     "hy_v3": Row({**_GROUPED, **_INNER, **_SPARSE, "num_experts": EXPERTS, "num_shared_experts": 1}, (0,),
         bias=True),
     "hy_v4": Row({**_LATENT, **_ROUTED, **_INDEXED, **_SPARSE, "head_dim": 16, "indexer_types": ["full", "full",
-        "shared"]}, (0,), bias=True, exact=False),
+        "shared"]}, (0,), bias=True, exact=False, gaps={"streamed": _HANDED}),
     "laguna": Row({**_GROUPED, **_INNER, **_SHARED, **_SPARSE, "num_experts": EXPERTS, "sliding_window": 8,
         "num_attention_heads_per_layer": [4, 4, 4], "moe_router_logit_softcapping": 3.0}, (0,), bias=True),
     "flint": Row({**_GROUPED, **_INNER, **_SHARED, "num_experts": EXPERTS, "mlp_only_layers": [0]}, (0,)),
@@ -183,7 +184,7 @@ ROWS: dict[str, Row] = {
     "phimoe": Row({"num_key_value_heads": 2, "intermediate_size": 24, "num_local_experts": EXPERTS}, (), "PHIMOE"),
     "longcat_flash": Row({**_LATENT, "num_layers": 2, "ffn_hidden_size": 48, "moe_topk": TOP_K, "n_routed_experts":
         EXPERTS, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "head_dim": 8}, without=("num_hidden_layers",
-        "num_experts_per_tok"), bias=True, layers=2, experts=EXPERTS + 2, gaps={"offload": _ZERO, "peft": _PAST}),
+        "num_experts_per_tok"), bias=True, layers=2, experts=EXPERTS + 2, gaps={"offload": _ZERO, "peft": _PAST, "streamed": _ZERO}),
     "jetmoe": Row({"num_key_value_heads": 2, "kv_channels": 8, "intermediate_size": 24, "num_local_experts":
         EXPERTS}, gaps={"offload": _SORTED}),
     "dbrx": Row({"d_model": HIDDEN, "n_heads": 4, "n_layers": LAYERS, "max_seq_len": 256, "attn_config":

@@ -13,6 +13,8 @@ from remoe_cli.apply import apply
 from remoe_cli.delta.peft import pattern
 from remoe_cli.errors import DeltaError, FamilyError
 from remoe_cli.offload import OffloadedDecoder
+from remoe_cli.stream.passes import begin, Resident
+from remoe_cli.stream.stream import Stream
 
 
 def gaps(suite: str):
@@ -21,7 +23,7 @@ def gaps(suite: str):
 
 
 def test_every_gap_is_shown():
-    assert {suite for row in ROWS.values() for suite in row.gaps} == {"offload", "peft"}
+    assert {suite for row in ROWS.values() for suite in row.gaps} == {"offload", "peft", "streamed"}
 
 
 @gaps("offload")
@@ -29,6 +31,18 @@ def test_experts_that_cannot_be_left_on_disk_are_refused_by_name(built):
     with pytest.raises(FamilyError) as caught:
         OffloadedDecoder(built.checkpoint, TOP_K + 1)
     assert built.model_type in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+@gaps("streamed")
+def test_layers_that_cannot_pass_one_by_one_are_refused_by_name(built):
+    with pytest.raises(FamilyError) as caught:
+        Stream(built.checkpoint, torch.float32)
+    assert built.model_type in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    if built.model_type == "longcat_flash":
+        return
+    layers = Resident(built.model, built.gates)  # and they can't: what comes first is no longer a pair
+    with pytest.raises(ValueError, match="unpack"):
+        begin(layers, {"input_ids": IDS, "use_cache": False}, "cpu")
 
 
 @gaps("peft")

@@ -15,7 +15,9 @@ from remoe_cli.families.loader import kept_cache, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.recipe import Objective
+from remoe_cli.stream.stream import Stream
 from remoe_cli.train.packing import batches
+from remoe_cli.train.prepare import use_quick_experts
 from remoe_cli.train.trainer import _Loop, train
 
 NEW = 6
@@ -207,6 +209,25 @@ def test_offloaded_equals_resident(built):
             logits.append(out.logits[0, -1])
     torch.testing.assert_close(done.logits, torch.stack(logits), rtol=1e-4, atol=1e-4)
     assert [int(row.argmax()) for row in logits] == done.ids
+
+
+@rows("streamed")
+def test_streamed_gradients_equal_resident(built):
+    """Of two micro-batches, with all terms of ReMoE and the base as teacher; rows of one document, which all families take."""
+    recipe = recipe_of(Objective(target="base"), steps=4, accumulation=2, clip=1e9)
+    micro = list(batches(documents_of(24, 24), 24, 1))
+    model = copy.deepcopy(built.model)
+    loop = _Loop(model, find_gates(model), recipe)
+    use_quick_experts(model, loop.gates)
+    expected, told = loop.gradients(micro, 1), loop.masters
+    with Stream(built.checkpoint, torch.float32) as stream:
+        streamed = _Loop(stream.model, stream.gates, recipe, stream)
+        found = streamed.gradients(micro, 1)
+        assert stream.traffic.layers >= built.row.layers
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for name, master in told.tensors.items():
+        largest = float(master.grad.abs().max())
+        torch.testing.assert_close(streamed.masters.tensors[name].grad, master.grad, rtol=0, atol=1e-5 * largest)
 
 
 @rows("gguf")
