@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from threading import Timer
 from types import FrameType
 
 _interrupts = 0
@@ -13,6 +14,7 @@ def main() -> None:
     global _interrupts
     _interrupts = 0
     signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     try:
         _run()
     except BaseException as error:
@@ -69,6 +71,16 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
     if _interrupts > 1:
         os._exit(130)
     raise KeyboardInterrupt
+
+
+def _unraisable(told: "sys.UnraisableHookArgs") -> None:
+    """Python drops what is raised in a destructor, a Ctrl-C too: that comes again a moment later, outside of it."""
+    global _interrupts
+    if isinstance(told.exc_value, KeyboardInterrupt):
+        _interrupts -= 1
+        Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(told)
 
 
 def _leave() -> None:

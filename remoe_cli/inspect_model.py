@@ -10,7 +10,7 @@ from remoe_cli.errors import CacheError, command, FamilyError, HubError
 from remoe_cli.families import FAMILIES, family_of, find_gates, Gate, WRAPPERS
 from remoe_cli.families.loader import compute_dtype, DTYPES, experts_on_disk, gate_disk_names, meta_model
 from remoe_cli.families.quantised import BYTES, shape_of
-from remoe_cli.families.refuse import counts
+from remoe_cli.families.refuse import counts, quant_method
 from remoe_cli.hub.headers import fetch_headers, Headers
 from remoe_cli.hub.resolve import fetch_config
 from remoe_cli.offload import budget
@@ -94,6 +94,7 @@ def inspect(name: str, capacities: Sequence[int] = ()) -> dict[str, Any]:
         "expert_bytes": sizes and sizes.one,
         "experts_bytes": sizes and sizes.one * n_experts * len(gates),
         "outside_bytes": sizes and sizes.outside,
+        "quantised": quant_method(found.config),
         "dtype": sizes and dtype_label(sizes.dtype),
         "gates": on_disk,
         "delta_bytes": delta_bytes,
@@ -129,19 +130,22 @@ def _stored(headers: Headers) -> _Sizes:
 
 
 def _assumed(model: "PreTrainedModel", gates: Sequence[Gate], config: dict) -> _Sizes | None:
-    """As if every tensor were stored in config.json's own dtype, experts as it quantises them; None where it names none."""
+    """As if every tensor were stored in config.json's own dtype (bfloat16 beside quantised experts), experts as it says; None where
+    it names none."""
     parts = (config, config.get("text_config") or {})
     named = next(
         (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), ""
     )
     dtype = next((one for one in DTYPES.values() if dtype_label(one) == named), None)
+    method = quant_method(config)
+    if dtype is None and method is not None:
+        dtype = torch.bfloat16
     if dtype is None:
         return None
     experts = [parameter for gate in gates for parameter in gate.experts.parameters()]
     theirs = {id(parameter) for parameter in experts}
     rest = [parameter.numel() for parameter in model.parameters() if id(parameter) not in theirs]
     slot = sum(p.numel() for p in experts) // sum(gate.n_experts for gate in gates) * dtype.itemsize
-    method = (config.get("quantization_config") or {}).get("quant_method")
     one = slot if method is None else int(slot // dtype.itemsize * BYTES[method])
     return _Sizes(one, sum(rest) * dtype.itemsize, dtype, slot, sum(rest), max(rest) * dtype.itemsize)
 
@@ -189,7 +193,8 @@ def summary(found: dict[str, Any]) -> str:
         size = "" if found["delta_bytes"] is None else f"; a delta takes {show_size(found['delta_bytes'])}"
         lines.append(f"{len(gates)} gates: {', '.join(f'{n} of {kind}' for kind, n in kinds.items())}{size}")
     if found["absent"]:
-        told = f"sizes take the {found['dtype']} of config.json for all" if found["dtype"] else "sizes are unknown"
+        told = f"sizes take {found['dtype']} for all" if found["dtype"] else "sizes are unknown"
+        told += f" but the {found['quantised']} experts" if found["dtype"] and found["quantised"] else ""
         lines.append(f"From config.json alone ({found['absent']}): how tensors are stored is unknown, {told}")
     if found["expert_bytes"] is not None:
         one, every, rest = (show_size(found[key]) for key in ("expert_bytes", "experts_bytes", "outside_bytes"))

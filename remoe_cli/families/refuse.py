@@ -34,9 +34,8 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wr
             f"{model} is of the family {model_type!r}, which remoe does not know yet{code}. {allowed}",
             "remoe finetune demo",
         )
-    quantised = config.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-    if quantised and method not in QUANTISED:
+    method = quant_method(config)
+    if config.get("quantization_config") and method not in QUANTISED:
         raise FamilyError(
             f"{model} is stored quantised ({method or 'unknown method'}); remoe reads bf16, fp16, fp32, {', '.join(QUANTISED)} layouts of {model_type}.",
             f"remoe finetune a bf16 copy of {model} (a local folder is fine)",
@@ -52,6 +51,12 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wr
 def top_k_of(config: dict) -> int:
     """Experts a token, of a config.json that `refuse_if_unsupported` passed."""
     return int(_top_k(config)[1])  # type: ignore[call-overload]
+
+
+def quant_method(config: dict) -> str | None:
+    """How weights are stored quantised, by config.json; None where they are not, or it does not say how."""
+    quantised = config.get("quantization_config")
+    return quantised.get("quant_method") if isinstance(quantised, dict) else None
 
 
 def counts(config: dict) -> tuple[int, int | None]:
