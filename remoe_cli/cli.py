@@ -98,6 +98,9 @@ def finetune(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="SIZE", help="With --stream: host memory for layers that stay; by default what is free."),
     ] = None,
+    parallel: Annotated[
+        str, typer.Option(help="How processes of torchrun share the model: `fsdp`, or `ep` (tokens travel to experts).")
+    ] = "fsdp",
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
@@ -112,6 +115,8 @@ def finetune(
         raise UsageError("finetune needs a MODEL, or --resume.", "remoe finetune demo")
     if stream not in ("auto", "on", "off"):
         raise UsageError(f"--stream {stream}: it is auto, on or off.", "remoe finetune --help")
+    if parallel not in ("fsdp", "ep"):
+        raise UsageError(f"--parallel {parallel}: it is fsdp or ep.", "remoe finetune --help")
     room = None if ram is None else parse_size(ram)
     if ram is not None and room is None:
         raise UsageError(f"--ram {ram} is no size such as 8GB.", "remoe finetune --help")
@@ -121,7 +126,9 @@ def finetune(
 
     overrides = (*(set_ or ()), *(["train.refit_bias=true"] if refit_bias else []))
     asked = verb.Asked(recipe, data, steps, overrides, max_ppl)
-    done = verb.finetune(model, asked, out=out, device=device, resume=resume, ce_only=ce_only, stream=stream, ram=room)
+    done = verb.finetune(
+        model, asked, out=out, device=device, resume=resume, ce_only=ce_only, stream=stream, ram=room, parallel=parallel
+    )
     if as_json:
         print_data(json.dumps(finetuned.as_json(done)))
     else:

@@ -15,7 +15,14 @@ from remoe_cli.delta import Delta, heads_on_disk, put
 from remoe_cli.environment import device_name, pick_device, versions
 from remoe_cli.errors import RemoeError, RunError, UsageError
 from remoe_cli.families import family_of, find_gates, Gate
-from remoe_cli.families.loader import compute_dtype, gate_disk_names, in_memory, load_resident, on_disk
+from remoe_cli.families.loader import (
+    compute_dtype,
+    gate_disk_names,
+    in_memory,
+    load_expert_parallel,
+    load_resident,
+    on_disk,
+)
 from remoe_cli.finetuned import Finetuned
 from remoe_cli.hub.resolve import fetch_config, resolve
 from remoe_cli.measure.sample import measure_heldout
@@ -59,11 +66,13 @@ def finetune(
     ce_only: str | None = None,
     stream: str = "auto",
     ram: int | None = None,
+    parallel: str = "fsdp",
 ) -> Finetuned:
     """The whole verb. model: None only with resume. resume: goes on with the latest unfinished run (of this model, or in
     `out`), and starts one where there is none. ce_only: the run that shows, beside one with a limit, what cross entropy
     alone does; by default the latest of the same texts and steps under runs/. stream: "auto" | "on" | "off", whether layers pass
-    through memory one by one; ram: bytes of host memory for those that stay.
+    through memory one by one; ram: bytes of host memory for those that stay; parallel: "fsdp" | "ep", how several processes share
+    the model.
 
     Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
     """
@@ -74,7 +83,7 @@ def finetune(
         if ranks.scratch:
             out, old = ranks.follow(old)
         ranks.agree(None)  # what the others copy is whole
-        return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, ranks)
+        return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, parallel, ranks)
 
 
 def _finetune(
@@ -87,6 +96,7 @@ def _finetune(
     ce_only: str | None,
     stream: str,
     ram: int | None,
+    parallel: str,
     ranks: Ranks,
 ) -> Finetuned:
     if old is None and model is None:
@@ -123,7 +133,10 @@ def _finetune(
                 loaded = layers.model
             elif sharded:
                 require_scope(settings.train.scope)
-                loaded = load_sharded(checkpoint, dtype, where)
+                if parallel == "ep":
+                    loaded = load_expert_parallel(checkpoint, dtype, ranks.world)
+                else:
+                    loaded = load_sharded(checkpoint, dtype, where)
             else:
                 loaded = load_resident(checkpoint, dtype, where)
             gates, names = find_gates(loaded), gate_disk_names(loaded, checkpoint)

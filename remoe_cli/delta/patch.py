@@ -61,7 +61,9 @@ def put(model: "nn.Module", gates: dict[str, "torch.Tensor"]) -> None:
     """Copies gates (in-memory name -> tensor) into the model, cast to its dtype and device; nothing else is touched."""
     import torch
 
+    from remoe_cli.families.spread import assign
+
     parameters = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # a selection bias is a buffer
     with torch.no_grad():
         for name, tensor in gates.items():
-            parameters[name].copy_(tensor)
+            assign(parameters[name], tensor)

@@ -190,7 +190,12 @@ def stack_of(gates: Sequence[Gate]) -> str:
 def _is_gate(modules: dict, name: str, family: Family, hidden_size: int) -> bool:
     experts = modules.get(name.removesuffix(family.router) + family.experts)
     weight = dict(modules[name].named_parameters()).get(family.tensors[0])
-    return experts is not None and weight is not None and tuple(weight.shape) == (_n_experts(experts), hidden_size)
+    if experts is None or weight is None or weight.dim() != 2:
+        return False
+    rows, columns = weight.shape
+    here = _n_experts(experts)  # with expert parallel a share of them
+    spread = getattr(experts, "_is_expert_parallel", False) and here > 0 and rows % here == 0
+    return columns == hidden_size and (rows == here or spread)
 
 
 def _n_experts(experts: "nn.Module") -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from remoe_cli.families.base import Gate
+from remoe_cli.families.spread import is_spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,7 +103,7 @@ class _FrozenExperts(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             share_S = (act_SI.detach().float() * inner_SI.float()).sum(-1)
             if module.has_bias:
-                share_S += (grad_SH.float() * _rows(module.down_proj_bias, places).float()).sum(-1)
+                share_S += (grad_SH.float() * _rows(_own(module, "down_proj_bias"), places).float()).sum(-1)
             weight_grad_TK = torch.empty_like(share_S).scatter(0, order_S, share_S).view(-1, top_k).to(weight_TK.dtype)
         if ctx.needs_input_grad[0]:
             inner_SI = (inner_SI * weight_TK.reshape(-1)[order_S, None]).to(act_SI.dtype)
@@ -128,11 +129,22 @@ def _by_token(rows_SH: Tensor, order_S: Tensor, top_k: int) -> Tensor:
 
 def _project(module: Any, name: str, rows_SN: Tensor, places: _Places, *, back: bool = False) -> Tensor:
     """[S, O]: each expert's rows times its own weight; back: the other way, from the gradient of what it puts out."""
-    weight = getattr(module, name)
+    weight = _own(module, name)
     out_SO = _products(rows_SN, weight if module.is_transposed != back else weight.transpose(-2, -1), places)
     if module.has_bias and not back:
-        out_SO = out_SO + _rows(getattr(module, f"{name}_bias"), places)
+        out_SO = out_SO + _rows(_own(module, f"{name}_bias"), places)
     return out_SO
+
+
+def _own(module: Any, name: str) -> Tensor:
+    """This process' experts: with expert parallel a backward pass finds them as its part of a spread parameter."""
+    held = getattr(module, name)
+    if not is_spread(held):
+        return held
+    local = held.to_local()
+    if len(local) != module.num_experts:
+        raise RuntimeError(f"{name}: {len(local)} of {module.num_experts} experts are here in a backward pass")
+    return local
 
 
 def _rows(bias_EO: Tensor, places: _Places) -> Tensor:

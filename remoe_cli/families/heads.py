@@ -53,4 +53,6 @@ class Heads:
 def _copy(weight: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    from remoe_cli.families.spread import whole
+
+    return whole(weight).to(torch.promote_types(weight.dtype, torch.float32), copy=True)

@@ -32,8 +32,7 @@ def compute_dtype(checkpoint: Checkpoint, device: str, wanted: str = "auto") -> 
 
 
 def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "PreTrainedModel":
-    """The whole model in memory, in eval mode, from its own native class (remote code is never run). Quantised weights become
-    `dtype`.
+    """The whole model in memory, in eval mode, from its own native class (remote code is never run), all of it in `dtype`.
 
     Raises CheckpointError when tensors that the model needs are not in the checkpoint.
     """
@@ -51,6 +50,18 @@ def load_resident(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> "P
         )
     require_no_missing(checkpoint, info["missing_keys"])
     return model.to(device).eval()
+
+
+def load_expert_parallel(checkpoint: Checkpoint, dtype: torch.dtype, processes: int) -> "PreTrainedModel":
+    """Each process of the default group holds its share of the experts, to which tokens travel, and of everything else, by transformers'
+    DistributedConfig; in eval mode. Raises CheckpointError where transformers can't."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    with _loading(checkpoint):
+        config = DistributedConfig(fsdp_size=processes, ep_size=processes)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype, distributed_config=config)
+    return model.eval()
 
 
 @contextmanager
@@ -71,7 +82,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _loading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Quiet, and one line for what transformers raises: for a config.json it cannot use, that is any kind of error."""
+    """Quiet, and one line for what transformers raises, which may be any kind of error."""
     try:
         with quiet():
             yield

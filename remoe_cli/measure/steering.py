@@ -18,6 +18,7 @@ from remoe_cli.console import note
 from remoe_cli.delta import put
 from remoe_cli.errors import command, DataError, RunError
 from remoe_cli.families import Gate
+from remoe_cli.families.spread import whole
 from remoe_cli.measure.text import measure_rows
 from remoe_cli.recipe import limit_of, Recipe, Train
 from remoe_cli.run import Run
@@ -169,7 +170,7 @@ class _Recent:
         """The model holds the mean of the last gates, these among them; afterwards its own again."""
         from safetensors.torch import save
 
-        own = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
+        own = {name: whole(tensor).clone() for name, tensor in self._parameters.items()}
         self._last = [*self._last, {name: tensor.cpu() for name, tensor in own.items()}][-MEAN_OF:]
         atomic.make_folder(self._folder)
         atomic.write(self._folder / f"{step}.safetensors", save(self._last[-1]))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remoe_cli import memory
 from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_without_layers
 from remoe_cli.hub.checkpoint import Checkpoint
@@ -150,6 +151,7 @@ class Stream:
             raise
         self.traffic.waited_s += time.perf_counter() - start
         arrival.jobs = []
+        memory.give_back()
         if self._copies is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._copies)
         if not arrival.bound:

@@ -6,14 +6,17 @@ A bf16 gate has steps of 2^-8 of its value; at lr 5e-5 nearly every update is be
 import torch
 from torch import Tensor
 
+from remoe_cli.families.spread import assign, is_spread, whole
+
 
 class Masters:
     """In-memory parameters of any dtype, and an fp32 (fp64 for fp64 models) master of each, by parameter name."""
 
-    def __init__(self, parameters: dict[str, Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: dict[str, Tensor], shares: int = 1) -> None:
+        """shares: of spread parameters, of how many processes' gradients theirs are the mean."""
+        self._parameters, self._shares = parameters, shares
         self.tensors = {
-            name: parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            name: whole(parameter).to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             for name, parameter in parameters.items()
         }
 
@@ -29,16 +32,21 @@ class Masters:
             grad, self._parameters[name].grad = parameter.grad, None
             sum_so_far = self.tensors[name].grad
             if grad is not None and sum_so_far is not None:
-                sum_so_far += grad
+                sum_so_far += whole(grad) * self._shares if is_spread(grad) else grad
 
     @torch.no_grad()
     def write(self) -> None:
         """Rounds the masters into the model's parameters."""
         for name, master in self.tensors.items():
-            self._parameters[name].copy_(master)
+            assign(self._parameters[name], master)
 
-    def gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.tensors.values() if master.grad is not None]
+    def own_gradients(self) -> list[Tensor]:
+        """Those of this process alone; what is spread has all processes' already."""
+        return [
+            master.grad
+            for name, master in self.tensors.items()
+            if master.grad is not None and not is_spread(self._parameters[name])
+        ]
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: master.detach().clone() for name, master in self.tensors.items()}

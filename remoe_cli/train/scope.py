@@ -12,6 +12,7 @@ from torch import nn, Tensor
 from torch.nn.utils import parametrize
 
 from remoe_cli.families import Gate, Heads
+from remoe_cli.families.spread import whole
 from remoe_cli.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -98,4 +99,4 @@ def _name(gate: Gate, kind: str) -> str:
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+    return whole(tensor).to(torch.promote_types(tensor.dtype, torch.float32), copy=True)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch import nn, Tensor
 
+from remoe_cli import memory
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import DataError, RemoeError, TrainingError
 from remoe_cli.families import Gate, Heads, RouterTap
@@ -214,7 +215,7 @@ class _Loop:
         self.objective = OBJECTIVES[recipe.objective.name]
         self.terms = self.objective.terms(recipe.objective)
         self.scope = Scope(model, gates, recipe)
-        self.masters = Masters(self.scope.parameters)
+        self.masters = Masters(self.scope.parameters, ranks.world)
         self.teacher = Teacher(model, self.scope.parameters) if recipe.objective.target == "base" else None
         base = self.scope.trained_gates()
         self.base = [tuple(base[name] for name in gate.names) for gate in gates]
@@ -278,7 +279,7 @@ class _Loop:
             measured = torch.zeros(len(scales) + 1, dtype=torch.float64, device=self.model.device)
             for batch, part in zip(micro, segments, strict=True):
                 measured += self._backward(batch, part, weights, scales)
-        self.ranks.total([*self.masters.gradients(), measured])
+        self.ranks.total([*self.masters.own_gradients(), measured])
         norm = nn.utils.clip_grad_norm_(self.masters.tensors.values(), self.recipe.train.clip or math.inf)
         *values, eor, grad_norm = [*measured.tolist(), float(norm)]  # the step's only wait for the device
         terms = dict(zip(scales, values, strict=True))
@@ -314,6 +315,7 @@ class _Loop:
         if loss is not None and loss.requires_grad:
             loss.backward()
         self.masters.accumulate()
+        memory.give_back()
         eor = overlap(routing.choice_LNK, segments).double() / (weights["lag"] or 1.0)
         return torch.stack([*(shares[name] for name in scales), eor])
 
