@@ -38,7 +38,7 @@ from remoe_cli.stream.sharded import load_sharded
 from remoe_cli.stream.stream import Stream, Traffic
 from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
 from remoe_cli.train.data import Documents, load_tokenizer
-from remoe_cli.train.own_text import own_documents
+from remoe_cli.train.own_text import BATCH, own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
 from remoe_cli.train.ranks import check_share, Ranks
 from remoe_cli.train.refit import refitted, require_biases
@@ -163,6 +163,10 @@ def _finetune(
             steering = Steering(run, settings, loaded, gates, steering_texts, layers) if steering_texts else None
             texts: Iterable[Document] = documents.train
             if is_own(settings.data.source):
+                if layers and not run.own_text.is_file():
+                    passes = -(-settings.data.own_samples // BATCH) * settings.data.own_tokens
+                    read = show_size(passes * sum(layers.layer_bytes[layers.kept :]))
+                    note(f"Note: streamed, the base writes slowly: {passes:,} passes read {read}")
                 texts = own_documents(loaded, tokenizer, texts, settings.data, settings.train.seed, run.own_text)
                 note(f"Note: {len(texts):,} texts of {sum(len(text.ids) for text in texts):,} tokens to train on")
             state = state_of(run) if old else None
