@@ -282,7 +282,7 @@ def test_wrong_options(remoe, a_run, model):
 
 
 def test_out_of_memory_before_the_first_step(remoe, model, texts, monkeypatch):
-    def too_large(*_args):
+    def too_large(*_args, **_settings):
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: 10 TB")
 
     monkeypatch.setattr(finetune, "measure_heldout", too_large)

@@ -198,10 +198,10 @@ def test_a_run_that_ends_during_its_last_measurement_measures_once_more(remoe, m
     asked = ["finetune", model, "--data", texts, "--steps", 3, *QUICK]
     real = finetune.measure_heldout
 
-    def until_tuned(title, *args):
+    def until_tuned(title, *args, **settings):
         if "tuned" in title:
             raise RunError("the last measurement", "again")
-        return real(title, *args)
+        return real(title, *args, **settings)
 
     monkeypatch.setattr(finetune, "measure_heldout", until_tuned)
     refused(remoe(*asked), "the last measurement")
