@@ -113,7 +113,7 @@ def _finetune(
         if old is None
         else kept_recipe(old, family.model_type, asked)
     )
-    check_share(settings.train, ranks.world)
+    check_share(settings.train, ranks.world, parallel, bool(found.config.get("quantization_config")))
     require_tracker(settings.train.tracker)
     where = ranks.device(pick_device(device))
     checkpoint = resolve(found)

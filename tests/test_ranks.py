@@ -160,3 +160,12 @@ def test_a_step_that_cannot_be_shared_is_refused(accumulation, world, allowed):
     with pytest.raises(UsageError, match=f"accumulation={allowed}"):
         check_share(recipe_of(accumulation=accumulation).train, world)
     check_share(recipe_of(accumulation=8).train, 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "quantised", "words"), [(1, False, "several processes"), (2, True, "not stored quantised")]
+)
+def test_expert_parallel_that_cannot_be_is_refused(world, quantised, words):
+    with pytest.raises(UsageError, match=words):
+        check_share(recipe_of(accumulation=2).train, world, "ep", quantised)
+    check_share(recipe_of(accumulation=2).train, 2, "ep")

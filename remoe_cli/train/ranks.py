@@ -126,8 +126,16 @@ class Ranks:
 ALONE = Ranks()
 
 
-def check_share(settings: "Train", world: int) -> None:
-    """Raises UsageError where a step's micro-batches can't be shared out evenly."""
+def check_share(settings: "Train", world: int, parallel: str = "fsdp", quantised: bool = False) -> None:
+    """Raises UsageError where a step's micro-batches can't be shared out evenly, or the model can't be as `parallel` says."""
+    if parallel == "ep" and (world < 2 or quantised):
+        lacking = "experts that are not stored quantised" if quantised else "several processes"
+        raise UsageError(
+            f"--parallel ep needs {lacking}.",
+            "the same command with --parallel fsdp"
+            if quantised
+            else "torchrun --nproc-per-node N -m remoe_cli finetune MODEL",
+        )
     if settings.accumulation % world:
         fewer, more = settings.accumulation // world * world, -(-settings.accumulation // world) * world
         allowed = f"{more}" if fewer < 1 else f"{fewer} or {more}"
