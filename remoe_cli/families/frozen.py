@@ -164,10 +164,11 @@ def _products(rows_SN: Tensor, weight_ENO: Tensor, places: _Places) -> Tensor:
         found = F.grouped_mm(rows_SN, weight_ENO, offs=places.ends_E)
         beyond_S = torch.arange(len(found), device=found.device) >= places.ends_E[-1]
         return found.masked_fill(beyond_S[:, None], 0)  # they are left as they were in memory
-    out_SO = rows_SN.new_zeros(len(rows_SN), weight_ENO.shape[-1])
+    out_SO = rows_SN.new_empty(len(rows_SN), weight_ENO.shape[-1])
     start = 0
     for expert, count in enumerate(places.counts):
         if count:
             torch.mm(rows_SN[start : start + count], weight_ENO[expert], out=out_SO[start : start + count])
         start += count
+    out_SO[start:] = 0
     return out_SO
