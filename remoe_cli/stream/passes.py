@@ -83,6 +83,10 @@ class Begun(NamedTuple):
     start: Tensor
     calls: list[Call]
 
+    def started(self) -> "Begun":
+        """The same once its first layer's input is in other hands."""
+        return self._replace(start=self.start.new_empty(0))
+
 
 def decoder_layers(model: nn.Module, gates: Sequence[Gate]) -> Sequence[nn.Module]:
     """All of them, those without a gate too."""
@@ -149,7 +153,8 @@ def call_device(call: Call) -> torch.device | None:
 
 
 def wave(hidden_size: int, dtype: torch.dtype, rows: int, tokens: int) -> int:
-    """How many batches of `rows` x `tokens` may be on their way at once: their hidden states take WAVE bytes of host memory."""
+    """How many batches of `rows` x `tokens` may be on their way at once: their hidden states take WAVE bytes where the model is; masks and
+    choices come on top."""
     return max(1, WAVE // (rows * tokens * hidden_size * dtype.itemsize))
 
 
@@ -179,6 +184,7 @@ def forward(
     """Logits [B, T, V] of each batch, and what is kept of each of its routers; the logits of one batch at a time."""
     begun = [begin(layers, one, layers.model.device) for one in inputs]
     hidden = [one.start for one in begun]
+    begun = [one.started() for one in begun]
     kept: list[list[Kept]] = [[] for _ in begun]
     count = len(layers.layers)
     for index in range(count):

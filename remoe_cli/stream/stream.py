@@ -226,7 +226,8 @@ class Stream:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
             self._buffers[arrival.buffer][:nbytes].copy_(source[:nbytes], non_blocking=True)
-        self.traffic.copied_bytes += nbytes
+        with self._counting:
+            self.traffic.copied_bytes += nbytes
 
     def _bind(self, index: int, arrival: _Arrival) -> None:
         for held, view in zip(self._plans[index].tensors, arrival.views, strict=True):

@@ -90,7 +90,9 @@ class StreamedGradients:
         seen = []
         for batch, part in zip(micro, segments, strict=True):
             begun = begin(layers, model_inputs(layers.model, batch, part), "cpu")
-            seen.append(_Seen(batch, part.to(device), begun, begun.start, begun.start if self._teacher else None))
+            seen.append(
+                _Seen(batch, part.to(device), begun.started(), begun.start, begun.start if self._teacher else None)
+            )
         back = range(count - 1, self._first - 1, -1) if self._scope.moves_model else ()
         for index in range(count):
             with layers.layer(index, (*range(index + 1, count), *back)):
