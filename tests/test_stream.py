@@ -19,6 +19,7 @@ from remoe_cli.families import find_gates
 from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.text import measure_rows
+from remoe_cli.stream.passes import begin, finish, forward, Resident
 from remoe_cli.stream.stream import Stream
 from remoe_cli.train.packing import batches
 from remoe_cli.train.refit import refit
@@ -145,6 +146,7 @@ sys.path[:0] = [{tests!r}]
 torch.set_num_threads(1)
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.measure.text import measure_rows
+from remoe_cli.stream.passes import begin, finish, forward, Resident
 from remoe_cli.stream.stream import Stream
 from remoe_cli.train.packing import batches
 from remoe_cli.train.trainer import train
@@ -242,3 +244,25 @@ def test_biases_are_refitted_alike(tmp_path):
     assert found[0].after == found[1].after < found[0].before
     for name, bias in found[0].biases.items():
         torch.testing.assert_close(found[1].biases[name], bias, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_computes_between_its_layers_is_refused(checkpoint):
+    model = load_resident(checkpoint, torch.float32, "cpu")
+    layers = Resident(model, find_gates(model))
+    begun = begin(layers, {"input_ids": IDS, "use_cache": False}, "cpu")
+    assert len(begun.calls) == 6 and begun.start.shape == (1, 8, 64)
+    handle = layers.layers[2].register_forward_hook(lambda _layer, _inputs, out: out * 2)
+    with pytest.raises(FamilyError, match="computes between its layers"):
+        begin(layers, {"input_ids": IDS, "use_cache": False}, "cpu")
+    handle.remove()
+
+
+def test_the_head_sees_what_the_last_layer_would_have_put_out(checkpoint):
+    model = load_resident(checkpoint, torch.float32, "cpu")
+    layers = Resident(model, find_gates(model))
+    inputs = {"input_ids": IDS, "use_cache": False}
+    ((logits, kept),) = forward(layers, find_gates(model), [inputs], lambda routed: routed.choice_NK.shape)
+    assert torch.equal(logits, logits_of(model)) and kept == [torch.Size((8, 2))] * 6
+    hidden = torch.zeros(1, 8, 64, requires_grad=True)
+    finish(layers, begin(layers, inputs, "cpu"), hidden).sum().backward()
+    assert hidden.grad is not None and "forward" not in vars(layers.layers[0])
