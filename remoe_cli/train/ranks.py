@@ -47,6 +47,7 @@ class Ranks:
         if world < 2:
             return cls()
         backend = "nccl" if device.startswith("cuda") else "gloo"
+        cls(0, world).device(device)  # NCCL's first collectives already take the current device
         try:
             torch.distributed.init_process_group(backend, timeout=PATIENCE)
         except (ValueError, RuntimeError) as error:
@@ -102,6 +103,11 @@ class Ranks:
                 raise lost() from None
             for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def save_undisturbed(self) -> None:
+        """What was trained is being saved: whoever started the processes may tell this one to end, and waits before it kills."""
+        if self.world > 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def agree(self, value: T) -> T:
         """The first process' value, in all of them."""

@@ -160,11 +160,13 @@ def train(
                     saved = time.monotonic()
         _last_save(save, done)
     except KeyboardInterrupt:
+        ranks.save_undisturbed()
         trained.interrupted = True
         _last_save(save, done)
     except Diverged:
         raise
     except Exception as error:
+        ranks.save_undisturbed()
         _last_save(save, done)
         raise _stopped(error, done.step + 1, trained) from error
     finally:
