@@ -40,7 +40,7 @@ from remoe_cli.train.asked import Asked, choose_recipe, kept_recipe
 from remoe_cli.train.data import Documents, load_tokenizer
 from remoe_cli.train.own_text import BATCH, own_documents
 from remoe_cli.train.packing import batches, BEGIN, Document
-from remoe_cli.train.ranks import check_share, Ranks
+from remoe_cli.train.ranks import check_share, is_lost, lost, Ranks
 from remoe_cli.train.refit import refitted, require_biases
 from remoe_cli.train.state import State
 from remoe_cli.train.streamed import require_scope
@@ -83,7 +83,12 @@ def finetune(
         if ranks.scratch:
             out, old = ranks.follow(old)
         ranks.agree(None)  # what the others copy is whole
-        return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, parallel, ranks)
+        try:
+            return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, parallel, ranks)
+        except RuntimeError as error:
+            if ranks.world > 1 and is_lost(error):
+                raise lost() from None
+            raise
 
 
 def _finetune(
