@@ -77,14 +77,15 @@ def finetune(
     Raises RemoeError for every mistake; whatever ends training early, the gates so far are saved first.
     """
     with ExitStack() as until:
-        ranks = Ranks.join(pick_device(device))
+        where = pick_device(device)
+        ranks = Ranks.join(where)
         until.callback(ranks.leave)
         old = ranks.agree(runs.unfinished(model, out) if resume else None)
         if ranks.scratch:
             out, old = ranks.follow(old)
         ranks.agree(None)  # what the others copy is whole
         try:
-            return _finetune(model, asked, out, device, old, resume, ce_only, stream, ram, parallel, ranks)
+            return _finetune(model, asked, out, ranks.device(where), old, resume, ce_only, stream, ram, parallel, ranks)
         except RuntimeError as error:
             if ranks.world > 1 and is_lost(error):
                 raise lost() from None
@@ -95,7 +96,7 @@ def _finetune(
     model: str | None,
     asked: Asked,
     out: Path | None,
-    device: str | None,
+    where: str,
     old: Run | None,
     resume: bool,
     ce_only: str | None,
@@ -120,7 +121,6 @@ def _finetune(
     )
     check_share(settings.train, ranks.world, parallel, bool(found.config.get("quantization_config")))
     require_tracker(settings.train.tracker)
-    where = ranks.device(pick_device(device))
     checkpoint = resolve(found)
     tokenizer = load_tokenizer(checkpoint)
     if isinstance(size := checkpoint.config.get("vocab_size"), int):

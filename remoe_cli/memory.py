@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -33,6 +33,17 @@ def gpu(device: str) -> Room:
     free, _ = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return Room(free + kept, f"the GPU {device}")
+
+
+def first_that_fit(sizes: Sequence[int], room: int) -> list[int]:
+    """The numbers of the first ones, as long as they fit into `room` bytes together."""
+    found = []
+    for number, size in enumerate(sizes):
+        if size > room:
+            break
+        room -= size
+        found.append(number)
+    return found
 
 
 def give_back() -> None:

@@ -187,6 +187,11 @@ def stack_of(gates: Sequence[Gate]) -> str:
     return found.group(1)
 
 
+def decoder_layers(model: "nn.Module", gates: Sequence[Gate]) -> "Sequence[nn.Module]":
+    """All of them, those without a gate too."""
+    return list(model.get_submodule(stack_of(gates)).children())
+
+
 def _is_gate(modules: dict, name: str, family: Family, hidden_size: int) -> bool:
     experts = modules.get(name.removesuffix(family.router) + family.experts)
     weight = dict(modules[name].named_parameters()).get(family.tensors[0])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TYPE_CHECKING
 
-from remoe_cli.families.base import Gate, stack_of
+from remoe_cli.families.base import decoder_layers, Gate, stack_of
 from remoe_cli.families.experts import ExpertLayer, Piece, QUANTISED, SCALES
 from remoe_cli.families.quantised import shape_of
 from remoe_cli.hub.checkpoint import TensorInfo
@@ -54,7 +54,7 @@ def held_tensors(
     stay = {name for gate in gates for name in (*gate.names, gate.bias)}
     parts = {f"{_name_of(model, layer.module)}.{part.name}": part for layer in experts for part in layer.parts}
     found = []
-    for index, layer in enumerate(model.get_submodule(stack).children()):
+    for index, layer in enumerate(decoder_layers(model, gates)):
         held = []
         for name, tensor, buffer in _tensors(layer):
             memory = f"{stack}.{index}.{name}"

@@ -8,7 +8,7 @@ import torch
 
 from remoe_cli.environment import out_of_memory
 from remoe_cli.errors import CheckpointError, FamilyError
-from remoe_cli.families.base import find_gates, stack_of
+from remoe_cli.families.base import decoder_layers, find_gates
 from remoe_cli.families.experts import expert_layers, ExpertLayer, Merge, natural
 from remoe_cli.families.held import Held, held_tensors
 from remoe_cli.families.quantised import is_quantised, weights
@@ -258,7 +258,7 @@ def load_without_layers(
         if info.scales is None and info.dtype not in INTEGERS:
             _require_readable(checkpoint, info.dtype)
     held = held_tensors(model, gates, experts, plain, _dtypes(model, dtype))
-    for layer, tensors in zip(model.get_submodule(stack_of(gates)).children(), held, strict=True):
+    for layer, tensors in zip(decoder_layers(model, gates), held, strict=True):
         for tensor in tensors:
             owner, _, name = tensor.name.rpartition(".")
             module = layer.get_submodule(owner)

@@ -7,6 +7,7 @@ from remoe_cli.hub.checkpoint import TensorInfo
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}  # tables beside the weights, such as which expert a token id takes
+TORCH = {**DTYPES, **STORED, **INTEGERS}  # all that is read
 
 
 class Stored:
@@ -35,4 +36,4 @@ class Stored:
                 if not got:
                     raise OSError(f"{info.file} ends inside a tensor")
                 rest = rest[got:]
-        return raw.view({**DTYPES, **STORED, **INTEGERS}[info.dtype]).view(info.shape)
+        return raw.view(TORCH[info.dtype]).view(info.shape)

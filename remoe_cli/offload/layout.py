@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from remoe_cli.families.experts import ExpertLayer, Piece, SCALES
-from remoe_cli.families.loader import DTYPES
-from remoe_cli.families.quantised import dequantised, STORED
+from remoe_cli.families.quantised import dequantised
+from remoe_cli.families.stored import TORCH
 from remoe_cli.offload.arena import PAGE
 
 ALIGN = 64  # parts that are copied start on cache lines
@@ -60,7 +60,7 @@ class Layout:
     def __init__(self, layers: Sequence[ExpertLayer], dtype: torch.dtype, *, direct: bool) -> None:
         self.images = [[_image(layer, expert, direct) for expert in range(layer.n_experts)] for layer in layers]
         views = [view for images in self.images for image in images for view in image.views]
-        self.row_bytes = max(_end(image.windows[-1]) for images in self.images for image in images)
+        self.row_bytes = max(row_end(image.windows[-1]) for images in self.images for image in images)
         self.convert = any(view.scales or view.dtype != dtype or view.start % view.dtype.itemsize for view in views)
         self.targets, self.slot_bytes = ((), self.row_bytes) if not self.convert else _targets(layers[0], dtype)
         self.max_windows = max(len(image.windows) for images in self.images for image in images)
@@ -92,10 +92,13 @@ def _tensors(row: torch.Tensor, views: Sequence[View]) -> dict[str, list[torch.T
 
 
 def _unpacked(row: torch.Tensor, view: View) -> torch.Tensor:
-    raw = row[view.start : view.start + view.nbytes]
-    if view.start % view.dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(view.dtype).view(view.shape)
+    return unpacked(row, view.start, view.nbytes, view.dtype, view.shape)
+
+
+def unpacked(row: torch.Tensor, start: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """What lies in a row from `start` on; a copy where that is no multiple of the element size."""
+    raw = row[start : start + nbytes]
+    return (raw.clone() if start % dtype.itemsize else raw).view(dtype).view(shape)
 
 
 def _tensor(row: torch.Tensor, view: View) -> torch.Tensor:
@@ -111,10 +114,10 @@ def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
         first = named[run[0]][1]
         length = sum(named[i][1].nbytes for i in run)
         before = first.offset % PAGE
-        start = _end(windows[-1]) if windows else 0
+        start = row_end(windows[-1]) if windows else 0
         place = start + before  # also where reads are exact: products may round by where their operands lie
         if direct:
-            whole = _up(before + length, PAGE)
+            whole = round_up(before + length, PAGE)
             windows.append(Window(first.file, first.offset - before, whole, before + length, start))
         else:
             windows.append(Window(first.file, first.offset, length, length, place))
@@ -123,7 +126,7 @@ def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
             place += named[i][1].nbytes
     views: list[View] = []
     for i, (part, piece) in enumerate(named):
-        dtype = {**STORED, **DTYPES}[piece.dtype]
+        dtype = TORCH[piece.dtype]
         last = views[-1] if views else None
         if piece.role == SCALES and last is not None:
             views[-1] = last._replace(scales=View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim))
@@ -158,13 +161,15 @@ def _targets(layer: ExpertLayer, dtype: torch.dtype) -> tuple[tuple[View, ...], 
     for part in layer.parts:
         nbytes = dtype.itemsize * int(torch.Size(part.shape).numel())
         views.append(View(part.name, end, nbytes, part.shape, dtype, 0))
-        end = _up(end + nbytes, ALIGN)
-    return tuple(views), _up(end, PAGE)
+        end = round_up(end + nbytes, ALIGN)
+    return tuple(views), round_up(end, PAGE)
 
 
-def _end(window: Window) -> int:
-    return _up(window.start + window.nbytes, PAGE)
+def row_end(window: Window) -> int:
+    """The first page of a row after this window."""
+    return round_up(window.start + window.nbytes, PAGE)
 
 
-def _up(value: int, step: int) -> int:
+def round_up(value: int, step: int) -> int:
+    """To a multiple of `step`."""
     return -(-value // step) * step

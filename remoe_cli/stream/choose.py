@@ -10,10 +10,10 @@ from remoe_cli.recipe import Recipe
 from remoe_cli.sizes import show_size
 from remoe_cli.stream.stream import Stream
 from remoe_cli.train.needs import choose, require_room, spare, streamed
+from remoe_cli.train.scope import LAYERS_STAY
 from remoe_cli.train.shape import shape_of
 from remoe_cli.train.streamed import require_scope
 
-WAYS = ("auto", "on", "off")
 _SMALL = 8  # a model of which memory holds so many copies is not counted any closer
 
 
@@ -26,7 +26,7 @@ def stream_of(
     Raises MemoryShortError, with the least that works, where neither way fits; UsageError for a recipe, or a device, that
     can't be streamed.
     """
-    if way == "off" or (way == "auto" and recipe.train.scope not in ("gates", "heads", "gates+heads")):
+    if way == "off" or (way == "auto" and recipe.train.scope not in LAYERS_STAY):
         return None
     cuda = device.startswith("cuda")
     if not cuda and device != "cpu":

@@ -7,15 +7,13 @@ import torch
 
 from remoe_cli.families.experts import Piece
 from remoe_cli.families.held import Held, Unit
-from remoe_cli.families.quantised import dequantised, STORED
-from remoe_cli.families.stored import DTYPES, INTEGERS
+from remoe_cli.families.quantised import dequantised
+from remoe_cli.families.stored import TORCH
 from remoe_cli.offload.arena import PAGE
-from remoe_cli.offload.layout import Image, Window
+from remoe_cli.offload.layout import ALIGN, Image, round_up, row_end, unpacked, Window
 
 CHUNK = 32 << 20  # bytes of a read, more only where one tensor is larger
 _GAP = 64 << 10  # bytes between two tensors that are read along
-_ALIGN = 64  # tensors start on cache lines
-_DTYPES = {**STORED, **DTYPES, **INTEGERS}
 
 
 class _Target(NamedTuple):
@@ -40,10 +38,10 @@ class LayerPlan:
         end = 0
         for tensor in tensors:
             self.starts.append(end)
-            end = _up(end + tensor.nbytes, _ALIGN)
-        self.nbytes = _up(end, PAGE)
+            end = round_up(end + tensor.nbytes, ALIGN)
+        self.nbytes = round_up(end, PAGE)
         self.chunks = [_chunk(units, direct) for units in _grouped(tensors)]
-        self.row_bytes = max((_row_bytes(chunk.image) for chunk in self.chunks), default=0)
+        self.row_bytes = max((row_end(chunk.image.windows[-1]) for chunk in self.chunks), default=0)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer [at least nbytes] uint8."""
@@ -73,8 +71,7 @@ class LayerPlan:
 
 
 def _read(row: torch.Tensor, start: int, piece: Piece) -> torch.Tensor:
-    raw, dtype = row[start : start + piece.nbytes], _DTYPES[piece.dtype]
-    return (raw.clone() if start % dtype.itemsize else raw).view(dtype).view(piece.shape)
+    return unpacked(row, start, piece.nbytes, TORCH[piece.dtype], piece.shape)
 
 
 def _grouped(tensors: Sequence[Held]) -> list[list[tuple[int, Unit]]]:
@@ -105,20 +102,11 @@ def _chunk(units: Sequence[tuple[int, Unit]], direct: bool) -> Chunk:
             continue
         first = run[0]
         before = first.offset % PAGE
-        start = _up(windows[-1].start + windows[-1].nbytes, PAGE) if windows else 0
+        start = row_end(windows[-1]) if windows else 0
         length = end - first.offset
-        whole = _up(before + length, PAGE) if direct else before + length
+        whole = round_up(before + length, PAGE) if direct else before + length
         windows.append(Window(first.file, first.offset - before, whole, before + length, start))
         starts |= {one: start + before + one.offset - first.offset for one in run}
         run = []
     targets = tuple(_Target(number, unit, tuple(starts[piece] for piece in unit.pieces)) for number, unit in units)
     return Chunk(Image(tuple(windows), ()), targets)
-
-
-def _row_bytes(image: Image) -> int:
-    last = image.windows[-1]
-    return _up(last.start + last.nbytes, PAGE)
-
-
-def _up(value: int, step: int) -> int:
-    return -(-value // step) * step

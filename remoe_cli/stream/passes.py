@@ -7,8 +7,9 @@ the two each layer is called as it would have been.
 Shape letters: B rows, T slots, D hidden size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, ExitStack, nullcontext, suppress
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TYPE_CHECKING, TypeVar
 
 import torch
@@ -16,12 +17,13 @@ from torch import nn, Tensor
 
 from remoe_cli.errors import FamilyError
 from remoe_cli.families import Gate, RouterTap
-from remoe_cli.families.base import stack_of
+from remoe_cli.families.base import decoder_layers
 from remoe_cli.families.tap import Routed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-WAVE = 200_000_000
+
+WAVE = 200_000_000  # bytes
 Kept = TypeVar("Kept")
 
 
@@ -88,11 +90,6 @@ class Begun(NamedTuple):
         return self._replace(start=self.start.new_empty(0))
 
 
-def decoder_layers(model: nn.Module, gates: Sequence[Gate]) -> Sequence[nn.Module]:
-    """All of them, those without a gate too."""
-    return list(model.get_submodule(stack_of(gates)).children())
-
-
 def require_streamable(gates: Sequence[Gate]) -> None:
     """Raises FamilyError where a layer needs more of another layer than its output."""
     family = gates[0].family
@@ -152,12 +149,6 @@ def call_device(call: Call) -> torch.device | None:
     return next((one.device for one in tree_leaves(tuple(call)) if isinstance(one, Tensor)), None)
 
 
-def wave(hidden_size: int, dtype: torch.dtype, rows: int, tokens: int) -> int:
-    """How many batches of `rows` x `tokens` may be on their way at once: their hidden states take WAVE bytes where the model is; masks and
-    choices come on top."""
-    return max(1, WAVE // (rows * tokens * hidden_size * dtype.itemsize))
-
-
 def finish(layers: Layers, begun: Begun, hidden: Tensor) -> Tensor:
     """Logits [B, T, V] from the last layer's output; gradients flow into `hidden`."""
     last = len(layers.layers) - 1
@@ -195,6 +186,34 @@ def forward(
                     kept[b] += map(keep, tap.take())
     for b, one in enumerate(begun):
         yield finish(layers, one, hidden[b]), kept[b]
+
+
+@torch.no_grad()
+def passed(
+    model: nn.Module,
+    gates: Sequence[Gate],
+    inputs: Iterable[dict[str, Any]],
+    keep: Callable[[Routed], Kept],
+    layers: Layers | None = None,
+) -> Iterator[tuple[Tensor, list[Kept]]]:
+    """As `forward`, for any number of batches: without `layers` one after the other, else in waves, for each of which every
+    layer comes once."""
+    if layers is None:
+        for one in inputs:
+            with RouterTap(list(gates)) as tap:
+                yield model(**one).logits, [keep(routed) for routed in tap.take()]
+        return
+    rest = iter(inputs)
+    while first := next(rest, None):
+        others = islice(rest, _wave(layers, first["input_ids"]) - 1)
+        yield from forward(layers, gates, [first, *others], keep)
+
+
+def _wave(layers: Layers, ids_BT: Tensor) -> int:
+    """How many such batches may be on their way at once: their hidden states take WAVE bytes where the model is; masks and
+    choices come on top."""
+    hidden_size = layers.model.config.get_text_config().hidden_size
+    return max(1, WAVE // (ids_BT.numel() * hidden_size * layers.model.dtype.itemsize))
 
 
 @contextmanager

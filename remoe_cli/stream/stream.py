@@ -16,12 +16,13 @@ from torch import nn
 
 from remoe_cli import memory
 from remoe_cli.families import find_gates
+from remoe_cli.families.base import decoder_layers
 from remoe_cli.families.loader import load_without_layers
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload.arena import Arena, PAGE
 from remoe_cli.offload.store import drop_page_cache, ExpertStore
 from remoe_cli.stream.chunks import Chunk, LayerPlan
-from remoe_cli.stream.passes import decoder_layers, require_streamable
+from remoe_cli.stream.passes import require_streamable
 from remoe_cli.train.prepare import use_quick_experts
 
 READERS = 2  # one reads while the other copies
@@ -29,11 +30,10 @@ READERS = 2  # one reads while the other copies
 
 @dataclass
 class Traffic:
-    """layers: brought in; read_bytes: from files; copied_bytes: from host memory to a GPU; waited_s: how long computing stood still for a layer."""
+    """layers: brought in; read_bytes: from files; waited_s: how long computing stood still for a layer."""
 
     layers: int = 0
     read_bytes: int = 0
-    copied_bytes: int = 0
     waited_s: float = 0.0
 
 
@@ -72,7 +72,7 @@ class Stream:
         drop_page_cache({info.file for info in checkpoint.tensors.values()})
         self._plans = [LayerPlan(tensors, direct=self.io == "direct") for tensors in held]
         self.layer_bytes = [plan.nbytes for plan in self._plans]
-        self._kept: dict[int, Arena | None] = dict.fromkeys(_that_fit(self.layer_bytes, ram))
+        self._kept: dict[int, Arena | None] = dict.fromkeys(memory.first_that_fit(self.layer_bytes, ram))
         passing = [size for i, size in enumerate(self.layer_bytes) if self._cuda or i not in self._kept]
         self._buffers = [self._allocate(max(passing, default=0)) for _ in range(min(2, len(passing)))]
         self._rows = Arena(READERS, max(plan.row_bytes for plan in self._plans), pinned=self._cuda)
@@ -226,8 +226,6 @@ class Stream:
         with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
             self._buffers[arrival.buffer][:nbytes].copy_(source[:nbytes], non_blocking=True)
-        with self._counting:
-            self.traffic.copied_bytes += nbytes
 
     def _bind(self, index: int, arrival: _Arrival) -> None:
         for held, view in zip(self._plans[index].tensors, arrival.views, strict=True):
@@ -258,14 +256,3 @@ class Stream:
         if self._cuda:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return Arena(1, max(PAGE, nbytes)).rows[0]
-
-
-def _that_fit(sizes: Sequence[int], room: int) -> list[int]:
-    """The first layers, as long as they fit."""
-    found = []
-    for index, size in enumerate(sizes):
-        if size > room:
-            break
-        room -= size
-        found.append(index)
-    return found

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from remoe_cli.errors import command, MemoryShortError
+from remoe_cli.memory import first_that_fit
 from remoe_cli.recipe import override, Recipe
 from remoe_cli.sizes import show_size
+from remoe_cli.train.scope import LAYERS_STAY
 from remoe_cli.train.shape import Shape
 
 RESIDENT, STREAMED, SHARDED = "resident", "streamed", "sharded"
@@ -101,7 +103,7 @@ def streamed(shape: Shape, recipe: Recipe, ram: int = 0) -> Needs:
         "hidden states between layers": step * border * (1 + _teaches(recipe)),
         "working room": WORKING_ROOM + shape.compiled,
     }
-    held = _held(shape, ram)
+    held = first_that_fit(shape.layers, ram)
     in_host = {
         "hidden states of a step": step * border * (len(shape.layers) - shape.lowest) * learns,
         "attention masks of a step": step * recipe.train.sequence,
@@ -178,10 +180,10 @@ def that_fit(
 
 def require_streamable(shape: Shape, recipe: Recipe) -> None:
     """Raises MemoryShortError where the recipe trains more than gates and heads."""
-    if recipe.train.scope in ("full", "gates+lora"):
+    if recipe.train.scope not in LAYERS_STAY:
         raise MemoryShortError(
             f"train.scope {recipe.train.scope} trains the layers of {shape.model} themselves, which then have to stay on the device; "
-            "gates, heads and gates+heads can be streamed or sharded.",
+            f"{', '.join(LAYERS_STAY[:-1])} and {LAYERS_STAY[-1]} can be streamed or sharded.",
             command("finetune", shape.model, set="train.scope=gates"),
         )
 
@@ -281,14 +283,3 @@ def _flops(shape: Shape, recipe: Recipe, passes: int) -> float:
     """2 for each weight that a token meets, once a pass; a backward pass makes no gradients of frozen weights."""
     tokens = recipe.train.micro_batch * recipe.train.accumulation * recipe.train.sequence
     return 2.0 * shape.active * passes * tokens
-
-
-def _held(shape: Shape, ram: int) -> set[int]:
-    """The first layers that fit into `ram` bytes together."""
-    held: set[int] = set()
-    for i, size in enumerate(shape.layers):
-        if size > ram:
-            break
-        ram -= size
-        held.add(i)
-    return held

@@ -13,7 +13,7 @@ Scores are those of the tuned model with its old biases: what an earlier layer's
 Shape letters: N tokens, E routed experts, K experts a token, D hidden size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from remoe_cli.console import note
 from remoe_cli.errors import FamilyError
-from remoe_cli.families import Gate, RouterTap
-from remoe_cli.families.tap import Routed
+from remoe_cli.families import Gate
 from remoe_cli.objectives.remoe import Segments
-from remoe_cli.stream.passes import forward, Layers
+from remoe_cli.stream.passes import Layers, passed
 from remoe_cli.train.packing import Batch, model_inputs
 from remoe_cli.train.trainer import Trained
 
@@ -157,25 +156,13 @@ def _routed(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """A layer: hidden [N, D], logits [N, E] and choice [N, K] of all tokens that are no padding."""
     parts: list[list[tuple[Tensor, ...]]] = [[] for _ in gates]
-    inputs = [model_inputs(model, batch, Segments.of(batch.document_BT)) for batch in batches]
-    for batch, routed in zip(batches, _passed(model, gates, inputs, layers), strict=True):
+    inputs = (model_inputs(model, batch, Segments.of(batch.document_BT)) for batch in batches)
+    done = passed(model, gates, inputs, lambda routed: routed, layers)
+    for batch, (_, routed) in zip(batches, done, strict=True):
         real_N = (batch.document_BT >= 0).flatten().to(model.device)
         for layer, found in zip(parts, routed, strict=True):
             layer.append((found.hidden_ND[real_N], found.logits_NE[real_N], found.choice_NK[real_N]))
     return [tuple(torch.cat(part) for part in zip(*layer, strict=True)) for layer in parts]  # type: ignore[misc]
-
-
-def _passed(
-    model: "PreTrainedModel", gates: Sequence[Gate], inputs: Sequence[dict], layers: Layers | None
-) -> Iterator[list[Routed]]:
-    if layers is not None:
-        for _, routed in forward(layers, gates, inputs, lambda routed: routed):
-            yield routed
-        return
-    for one in inputs:
-        with RouterTap(list(gates)) as tap:
-            model(**one)
-            yield tap.take()
 
 
 def _put(gates: Sequence[Gate], values: Mapping[str, Tensor]) -> None:

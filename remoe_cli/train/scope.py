@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION = ".self_attn."
+LAYERS_STAY = ("gates", "heads", "gates+heads")  # scopes that leave all of a layer but its gates as it is
 
 
 class Scope:

@@ -10,6 +10,7 @@ from remoe_cli.families.frozen import can_be_frozen
 from remoe_cli.families.loader import meta_model, renamed
 from remoe_cli.families.outputs import scattered
 from remoe_cli.families.quantised import BYTES, weights
+from remoe_cli.families.refuse import quant_method
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.train.scope import ATTENTION
 
@@ -120,7 +121,7 @@ def _stored(
 ) -> dict[int, int]:
     """Bytes of each layer in the files, scales included; -1: outside."""
     if not checkpoint.tensors:
-        method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
+        method = quant_method(checkpoint.config)
         lighter = dtype.itemsize - BYTES[method] if method else 0.0
         return {i: size - round(experts.get(i, 0) * lighter) for i, size in memory.items()}
     stored, known, places = dict.fromkeys(memory, 0), set(model.state_dict()) - learning, weights(checkpoint)

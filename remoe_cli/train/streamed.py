@@ -22,10 +22,8 @@ from remoe_cli.stream.passes import begin, Begun, finish, Layers, on_host, requi
 from remoe_cli.train.losses import Terms, text_terms, weighed
 from remoe_cli.train.masters import Masters
 from remoe_cli.train.packing import Batch, model_inputs
-from remoe_cli.train.scope import Scope
+from remoe_cli.train.scope import LAYERS_STAY, Scope
 from remoe_cli.train.teacher import Teacher
-
-SCOPES = ("gates", "heads", "gates+heads")
 
 
 @dataclass
@@ -199,10 +197,10 @@ class StreamedGradients:
 
 def require_scope(scope: str) -> None:
     """Raises UsageError where more than gates and heads train."""
-    if scope not in SCOPES:
+    if scope not in LAYERS_STAY:
         raise UsageError(
             f"train.scope {scope} trains weights that do not stay in memory; models that are streamed or spread over processes have "
-            f"{', '.join(SCOPES)}.",
+            f"{', '.join(LAYERS_STAY)}.",
             "the same command with --stream off, in one process",
         )
 

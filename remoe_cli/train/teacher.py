@@ -1,7 +1,7 @@
 """The base as a teacher: its own next-token distribution, for recipes that hold the model to that instead of to the text."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -24,17 +24,16 @@ class Teacher:
     @torch.no_grad()
     def logits(self, inputs: dict[str, Any]) -> Tensor:
         """[B, T, V] of the base, for the model's own inputs. Not to be called between a forward and its backward pass."""
-        now = [parameter.detach().clone() for parameter in self._trained]
-        try:
-            self._put(self._base)
+        with self._base_at(range(len(self._trained))):
             return self._model(**inputs).logits
-        finally:
-            self._put(now)
+
+    def as_base(self, gates: Sequence[Gate], layer: int) -> AbstractContextManager[None]:
+        """This decoder layer's gates are the base's while open."""
+        names = (name for gate in gates if gate.layer == layer for name in gate.names)
+        return self._base_at([self._place[name] for name in names if name in self._place])
 
     @contextmanager
-    def as_base(self, gates: Sequence[Gate], layer: int) -> Iterator[None]:
-        """This decoder layer's gates are the base's while open."""
-        places = [self._place[n] for gate in gates if gate.layer == layer for n in gate.names if n in self._place]
+    def _base_at(self, places: Sequence[int]) -> Iterator[None]:
         now = [self._trained[i].detach().clone() for i in places]
         with torch.no_grad():
             try:
@@ -44,7 +43,3 @@ class Teacher:
             finally:
                 for i, value in zip(places, now, strict=True):
                     self._trained[i].copy_(value)
-
-    def _put(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._trained, values, strict=True):
-            parameter.copy_(value)

@@ -9,11 +9,22 @@ import torch
 from conformance.rows import Row, ROWS
 from remoe_cli.delta import Delta, put
 from remoe_cli.families import find_gates, Gate
-from remoe_cli.families.loader import gate_disk_names, load_resident
+from remoe_cli.families.loader import gate_disk_names, kept_cache, load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 
 PROMPT = [5, 17, 80, 3, 99, 41, 64, 12]
 IDS = torch.tensor([PROMPT, PROMPT[::-1]])
+
+
+def decoded_logits(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
+    """[len(ids), V]: of a resident model after the prompt, and after each of these tokens but the last."""
+    with torch.inference_mode():
+        out = model(torch.tensor([prompt]), use_cache=True)
+        logits = [out.logits[0, -1]]
+        for token in ids[:-1]:
+            out = model(torch.tensor([[token]]), use_cache=True, **kept_cache(out))
+            logits.append(out.logits[0, -1])
+    return torch.stack(logits)
 
 
 @dataclass

@@ -10,13 +10,13 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
-from conformance.built import IDS, PROMPT
+from conformance.built import decoded_logits, IDS, PROMPT
 from conformance.rows import TOP_K
 from remoe_cli import load
 from remoe_cli.delta import Delta, put
 from remoe_cli.errors import CheckpointError, FamilyError
 from remoe_cli.families import family_of, find_gates
-from remoe_cli.families.loader import gate_disk_names, in_memory, kept_cache, load_resident
+from remoe_cli.families.loader import gate_disk_names, in_memory, load_resident
 from remoe_cli.families.quantised import dequantised, shape_of, weights
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.inspect_model import inspect
@@ -146,13 +146,7 @@ def test_offloaded_equals_resident(quantised, tmp_path, store):
     )  # fmt: skip
     biases = 2 * (2 * 64 + 32) if quantised.model_type == "gpt_oss" else 0
     assert decoder.expert_bytes == read == stored + biases  # what is read is what is stored
-    with torch.inference_mode():
-        out = model(torch.tensor([PROMPT]), use_cache=True)
-        logits = [out.logits[0, -1]]
-        for token in done.ids[:-1]:
-            out = model(torch.tensor([[token]]), use_cache=True, **kept_cache(out))
-            logits.append(out.logits[0, -1])
-    torch.testing.assert_close(done.logits, torch.stack(logits), rtol=0.02, atol=0.05)
+    torch.testing.assert_close(done.logits, decoded_logits(model, PROMPT, done.ids), rtol=0.02, atol=0.05)
 
 
 def test_inspect_says_its_sizes(quantised):

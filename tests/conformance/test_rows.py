@@ -6,12 +6,12 @@ import pytest
 import torch
 from training import CE_ONLY, documents_of, recipe_of
 
-from conformance.built import IDS, PROMPT
+from conformance.built import decoded_logits, IDS, PROMPT
 from conformance.rows import EXPERTS, HIDDEN, LAYERS, PRESENT, ROWS, TOP_K
 from remoe_cli.apply import apply
 from remoe_cli.delta import put
 from remoe_cli.families import FAMILIES, find_gates, RouterTap
-from remoe_cli.families.loader import kept_cache, load_resident
+from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.recipe import Objective
@@ -202,14 +202,9 @@ def test_offloaded_equals_resident(built):
                 not built.row.exact and torch.allclose(logits, done.logits, atol=1e-5)
             )
     assert done.counts.misses > 0 and done.trace.n_layers == len(built.gates)
-    with torch.inference_mode():
-        out = model(torch.tensor([PROMPT]), use_cache=True)
-        logits = [out.logits[0, -1]]
-        for token in done.ids[:-1]:
-            out = model(torch.tensor([[token]]), use_cache=True, **kept_cache(out))
-            logits.append(out.logits[0, -1])
-    torch.testing.assert_close(done.logits, torch.stack(logits), rtol=1e-4, atol=1e-4)
-    assert [int(row.argmax()) for row in logits] == done.ids
+    expected = decoded_logits(model, PROMPT, done.ids)
+    torch.testing.assert_close(done.logits, expected, rtol=1e-4, atol=1e-4)
+    assert [int(row.argmax()) for row in expected] == done.ids
 
 
 @rows("streamed")
