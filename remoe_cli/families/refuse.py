@@ -35,6 +35,8 @@ def refuse_if_unsupported(config: dict, model: str, supported: Sequence[str], wr
             "remoe finetune demo",
         )
     method = quant_method(config)
+    if config.get("expert_dtype") == "fp4":  # DeepSeek-V4: experts in another layout than quantization_config says
+        method = "fp4 experts"
     if config.get("quantization_config") and method not in QUANTISED:
         raise FamilyError(
             f"{model} is stored quantised ({method or 'unknown method'}); remoe reads bf16, fp16, fp32, {', '.join(QUANTISED)} layouts of {model_type}.",
