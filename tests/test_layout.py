@@ -15,11 +15,11 @@ LAYERS = {
     "recipe_rules": 1, "recipe": 1, "run": 1, "demo": 1, "routing": 1, "cache": 1, "report": 1, "hub": 1, "families": 1, "objectives": 1, "delta": 1, "gguf": 1,
     "train": 2, "measure": 2, "offload": 2, "stream": 2,
     "finetune": 3, "finetuned": 3, "resumed": 3, "evaluate": 3, "apply": 3, "push": 3, "pull": 3, "decode": 3, "trace": 3, "replay": 3, "reroute": 3, "pack": 3, "sweep": 3, "inspect": 3, "inspect_model": 3, "diff": 3, "merge": 3, "plan": 3,
-    "cli": 4, "cli_apply": 4, "cli_decode": 4, "cli_trace": 4, "cli_replay": 4, "cli_reroute": 4, "cli_pack": 4, "cli_plan": 4, "cli_sweep": 4, "cli_delta": 4, "__main__": 5,
+    "cli": 4, "__main__": 5,
     "__init__": 5,
 }  # fmt: skip
 LAZY_FREE = (
-    "__init__", "errors", "atomic", "memory", "recipe_rules", "recipe", "run", "sizes", "cli", "cli_apply", "cli_decode", "cli_trace", "cli_replay", "cli_reroute", "cli_pack", "cli_plan", "cli_sweep", "cli_delta", "trace", "replay",
+    "__init__", "errors", "atomic", "memory", "recipe_rules", "recipe", "run", "sizes", "cli", "trace", "replay",
     "demo", "routing", "cache", "report", "gguf",
 )  # fmt: skip
 
