@@ -34,11 +34,12 @@ from remoe_cli.offload.compute import compute_threads
 from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.recipe import Recipe
 from remoe_cli.report import plots
+from remoe_cli.report.drawn import training
 from remoe_cli.report.figures import figures
+from remoe_cli.report.stored import FORMAT, to_json
 from remoe_cli.run import Run
 from remoe_cli.train.data import Documents, load_tokenizer
 
-FORMAT = 1
 POLICIES_SHOWN = ("lru", "lfu", "fifo", "belady")
 WITH_HEADS = ("decayed", "temporal", "spatio_temporal")  # shown besides where a run has them
 DOMAIN_POLICIES = ("lru",)
@@ -65,8 +66,6 @@ def evaluate(
 
     Raises RemoeError for every mistake.
     """
-    if plot:
-        plots.check_plots()
     again = _command(
         run, [("--domain", domains), ("--set", overrides)],
         {
@@ -121,7 +120,7 @@ def evaluate(
     def figures_of(name: str, policies: Sequence[str]) -> list[dict[str, Any]]:
         arms, draws = resident.measured[name], texts.samples[name].draws
         with progress(f"simulate {name}".rstrip(), len(arms)) as bar:
-            return list(figures(arms, capacities, policies, expert_bytes, draws, bar.update))
+            return list(figures(arms, capacities, policies, expert_bytes, draws, bar.update, name == OWN))
 
     report = {
         "format": FORMAT,
@@ -150,8 +149,11 @@ def evaluate(
             *(f"{arm} changes more than gates, so it was not measured on disk" for arm in resident.further if measure),
         ],
         "arms": [
-            {"name": arm.name, "role": arm.role, **shown, "measured": offloaded.rows.get(arm.name, [])}
-            for arm, shown in zip(arms, figures_of(OWN, policies), strict=True)
+            {
+                "name": arm.name, "role": arm.role, **shown, "training": of and training(of.metrics),
+                "measured": offloaded.rows.get(arm.name, []),
+            }
+            for arm, of, shown in zip(arms, [None, *beside, found], figures_of(OWN, policies), strict=True)
         ],
         "domains": [
             {
@@ -299,7 +301,7 @@ def _write(report: dict, run: Run) -> None:
         if _evidence(former) != _evidence(report):
             atomic.write(kept, text)
             note(f"Note: the former report had other conditions; it is kept as {kept}")
-    atomic.write(run.report, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    atomic.write(run.report, to_json(report))
 
 
 def _evidence(report: dict) -> tuple:

@@ -327,10 +327,9 @@ def _steered(job: _Job, steering: Steering, step: int) -> dict[str, Any]:
     found: dict[str, Any] = {**job.run.facts["steering"], "change": steering.finish(step), "ce_only": None}
     if abs(found["change"] - found["limit"]) > FAR:
         note("Note: the run ended off its limit; more steps, or a recipe whose weights are nearer to it, help")
-    if plots.can_plot():
-        plots.plot_steering(
-            [point._asdict() for point in steering.points], found["limit"], job.run.steering.with_suffix(".png")
-        )
+    plots.plot_steering(
+        [point._asdict() for point in steering.points], found["limit"], job.run.steering.with_suffix(".png")
+    )
     return {"steering": found}
 
 

@@ -16,8 +16,11 @@ from remoe_cli.errors import command, DeltaError, RunError, UsageError
 from remoe_cli.hub.licence import licence_of
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.recipe import is_own, OWN_TEXT, prompts_of
+from remoe_cli.report.charts import HEADLINE, headline_png
 from remoe_cli.report.renderers.card import card
+from remoe_cli.report.stored import to_json
 from remoe_cli.report.summary import summary
+from remoe_cli.report.verdict import verdict
 
 FORMS = ("peft", "gguf")  # that are pushed beside a delta
 
@@ -106,8 +109,8 @@ def assemble(
     ggufs: Sequence[Path] = (),
     out: Path | None = None,
 ) -> dict[str, int]:
-    """The files of a pushed delta: gates.safetensors, remoe.json, recipe.yaml, report.json (if evaluated), README.md, and
-    those of the forms.
+    """The files of a pushed delta: gates.safetensors, remoe.json, recipe.yaml, report.json and headline.png (if evaluated),
+    README.md, and those of the forms.
 
     Nothing in them names a folder of this machine. name: the repository, where it is known already. out: what `folder` will
     be, if it stays; else GGUFs are links in it.
@@ -132,7 +135,9 @@ def assemble(
         if report is not None:
             report["run"] = _last_part(report["run"], run.folder.resolve())
             report["base"]["id"] = delta.base
-            atomic.write(folder / "report.json", json.dumps(report, indent=1) + "\n")
+            atomic.write(folder / "report.json", to_json(report))
+            with atomic.new_file(folder / HEADLINE) as stream:
+                stream.write(headline_png(report, verdict(report)))
         text = card(
             delta,
             recipe,

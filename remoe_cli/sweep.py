@@ -364,9 +364,6 @@ def _report(
 
 
 def _plot(report: dict[str, Any], uses: dict[str, Any], out: Path) -> None:
-    if not plots.can_plot():
-        note('Note: no plots, since matplotlib is not installed: pip install "remoe-cli[plot]"')
-        return
     live = [cell for cell in report["cells"] if choose(cell["policy"]).name in {*live_policies()}]
     plots.plot_pareto(live, report["limit"], out / "pareto.png")
     plots.plot_layers({arm["name"]: arm["concentration"] for arm in report["arms"]}, out / "layers.png")

@@ -55,7 +55,6 @@ def test_nothing_used_and_a_single_expert():
 
 
 def test_plots_are_whole_files(tmp_path):
-    pytest.importorskip("matplotlib")
     traces = {"base": trace_of(0), "tuned": trace_of(1)}
     plots.plot_usage({name: one.uses() for name, one in traces.items()}, tmp_path / "usage.png")
     plots.plot_layers({name: concentration_figures(one) for name, one in traces.items()}, tmp_path / "layers.png")

@@ -14,6 +14,7 @@ from remoe_cli.cli.pack import pack
 from remoe_cli.cli.plan import plan
 from remoe_cli.cli.push import pull, push
 from remoe_cli.cli.replay import replay
+from remoe_cli.cli.report import report
 from remoe_cli.cli.reroute import reroute
 from remoe_cli.cli.runs import recipes, runs
 from remoe_cli.cli.sweep import sweep
@@ -45,6 +46,7 @@ def root(
 
 app.command()(finetune)
 app.command("eval")(evaluate)
+app.command()(report)
 app.command()(push)
 app.command()(pull)
 app.command()(apply)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
@@ -63,11 +64,13 @@ def evaluate(
     the new one.
     """
     from remoe_cli import evaluate as verb
+    from remoe_cli import show
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
     from remoe_cli.measure.decode_options import Measuring
     from remoe_cli.report.regressions import check_percent, regressions
     from remoe_cli.report.renderers.terminal import terminal
+    from remoe_cli.report.verdict import verdict
 
     check_percent(fail_on_regress)
     report = verb.evaluate(
@@ -85,9 +88,12 @@ def evaluate(
         device=device,
         plot=plot,
     )
-    print_data(json.dumps(report) if as_json else terminal(report))
+    show.write(report, Path(report["run"], show.PAGE))
+    print_data(json.dumps(report) if as_json else f"{terminal(report)}\n{verdict(report)}")
     where = shlex.quote(report["run"])
-    note(f"Written: {where}/report.json. Next: remoe push --to FOLDER, or remoe push {where} you/your-delta")
+    note(
+        f"Written: {where}/report.json and, with pictures, {where}/{show.PAGE}. Next: remoe push --to FOLDER, or remoe push {where} you/your-delta"
+    )
     if fail_on_regress is not None and (why := regressions(report, fail_on_regress)):
         note(f"Regressed: {'; '.join(why)}")
         raise typer.Exit(3)

@@ -9,6 +9,7 @@ import torch
 from remoe_cli.offload import Decoded, DecodedBatch, Floor, IoCount, OffloadedDecoder
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import latency_ms
+from remoe_cli.report.drawn import token_times
 
 
 def figures(
@@ -43,7 +44,13 @@ def figures(
         "mb_a_token": metrics.ratio(decode.bytes / 1e6, tokens),
         "io": counts[0].io,
         "split_ms": split,
+        "tokens_ms": token_times(
+            [s for one in done for s in one.split.tokens["wait"]],
+            [s for one in done for s in one.split.tokens["experts"]],
+            [s for one in done for s in one.latency.itl_s],
+        ),
         "prefill_split_ms": _prefill_split(done),
+        "requests_ms": [one.latency.tpot_s and 1e3 * one.latency.tpot_s for one in done],
         "limit": _limit(split, decode, decoder),
         "floor": _floor(done, floors),
         **latency_ms([one.latency.ttft_s for one in done], [one.latency.itl_s for one in done]),

@@ -13,6 +13,7 @@ from remoe_cli.cache import Replay
 from remoe_cli.report import locality, metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED, cache_cells, REFERENCES, replays
 from remoe_cli.report.concentration import concentration_figures
+from remoe_cli.report.drawn import drawn
 from remoe_cli.report.metrics import TextRows
 from remoe_cli.routing import RoutingTrace
 
@@ -40,9 +41,10 @@ def figures(
     expert_bytes: int,
     draws: int = 1,
     on_arm: Callable[[int], None] = lambda done: None,
+    with_routing: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """text, decode, cache, draws and spread of one arm after the other. The first arm is the base; draws: equal parts of
-    the requests and of the rows, in their order."""
+    the requests and of the rows, in their order. with_routing: with what pictures show of the forced trace."""
     base, *_ = arms.values()
     reference = replays(_traces(base), capacities, list(dict.fromkeys([*policies, *REFERENCES])))
     for number, arm in enumerate(arms.values(), 1):
@@ -58,6 +60,7 @@ def figures(
             "cache": cache_cells(done, reference, policies, expert_bytes),
             "draws": each,
             "spread": _spread(each),
+            **({"routing": drawn(arm.decoded["forced"].trace)} if with_routing else {}),
         }
         on_arm(number)
 

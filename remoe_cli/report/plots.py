@@ -1,11 +1,10 @@
 """Plots as PNG files: a steered run's path, the price of locality, concentration by expert and layer.
 
-matplotlib is an optional extra. Nothing here says a figure that report.json or the sweep's JSON does not hold.
+Nothing here says a figure that report.json or the sweep's JSON does not hold.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,10 @@ from typing import Any
 import numpy as np
 
 from remoe_cli import atomic
-from remoe_cli.errors import UsageError
 from remoe_cli.report.concentration import against_uniform
 
 _COLOURS = ("#1b6ca8", "#c98b2b", "#3b8a4e", "#a33b3b", "#6b4f9e", "#2a9d9d", "#b0568f", "#7a6a3a")
 _GREY = "#8a8a8a"
-
-
-def check_plots() -> None:
-    """Raises UsageError where matplotlib is not installed."""
-    if not can_plot():
-        raise UsageError("plots need matplotlib, which is not installed.", 'pip install "remoe-cli[plot]"')
-
-
-def can_plot() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot_steering(path: Sequence[Mapping[str, Any]], limit: float, out: Path) -> None:
@@ -118,7 +106,6 @@ def plot_layers(figures: Mapping[str, Mapping[str, Any]], out: Path) -> None:
 
 
 def _figure(width: float, height: float) -> Any:
-    check_plots()
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

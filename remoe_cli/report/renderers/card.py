@@ -7,7 +7,9 @@ from typing import Any, TYPE_CHECKING
 import yaml
 
 from remoe_cli.recipe import is_own, prompts_of, Recipe
+from remoe_cli.report.charts import HEADLINE
 from remoe_cli.report.renderers.markdown import markdown
+from remoe_cli.report.verdict import verdict
 
 if TYPE_CHECKING:
     from remoe_cli.delta import Delta
@@ -43,7 +45,7 @@ def card(
     layers = len({gate.split(".layers.")[-1].split(".")[0] for gate in delta.tensors})
     size = sum(t.numel() * t.element_size() for t in delta.tensors.values()) / 1e6
     results = (
-        markdown(report)
+        f"{verdict(report)}\n\n![hit rate by cache size, and its price in perplexity]({HEADLINE})\n\n{markdown(report)}"
         if report is not None
         else "Not evaluated yet: `remoe eval --cache 6` writes the figures here.\n"
     )
