@@ -19,6 +19,7 @@ from remoe_cli.families.loader import load_resident
 from remoe_cli.hub.resolve import resolve
 from remoe_cli.measure.sample import measure_heldout
 from remoe_cli.report.renderers.terminal import terminal
+from remoe_cli.report.verdict import verdict
 from remoe_cli.run import Run
 from remoe_cli.train.data import load_documents, load_tokenizer
 
@@ -40,7 +41,9 @@ def main() -> None:
         f"\nPatched checkpoint {patched}: perplexity {found:.4f}, tuned {expected:.4f}: {'equal' if agree else 'NOT EQUAL'}\n"
     )
     print(terminal(report))
+    print(f"{verdict(report)}\n")
     print(f"{time.time() - begin:.0f} s in all. Pushed folder: {pushed} (README.md is its card)")
+    print(f"With pictures: {Path(tuned, 'report.html').resolve().as_uri()}")
     if not agree:
         sys.exit("error: the pushed delta does not reproduce the tuned perplexity.")
 

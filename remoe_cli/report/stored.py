@@ -24,15 +24,14 @@ def to_json(report: dict[str, Any]) -> str:
 
 def read(path: Path) -> dict[str, Any]:
     """Raises RunError where the file is missing, damaged, or of another format."""
+    again = command("eval", path.parent if (path.parent / "run.json").is_file() else "RUN", cache=6)
     try:
         report = json.loads(path.read_text())
         table(report)
     except FileNotFoundError:
-        raise RunError(f"{path} is not there: that run was not evaluated yet.", command("eval", path.parent)) from None
+        raise RunError(f"{path} is not there: that run was not evaluated yet.", again) from None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError):
-        raise RunError(
-            f"{path} is damaged, or of another version of remoe.", command("eval", path.parent, cache=6)
-        ) from None
+        raise RunError(f"{path} is damaged, or of another version of remoe.", again) from None
     return report
 
 
@@ -51,9 +50,9 @@ def beside(reports: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str,
             )
     capacities = sorted(set.intersection(*({*report["conditions"]["capacities"]} for report in reports)))
     if not capacities:
+        sizes = ",".join(map(str, first["conditions"]["capacities"]))
         raise RunError(
-            "these reports have no cache size in common.",
-            f"remoe eval {names[-1]} --cache {first['conditions']['capacities'][0]}",
+            f"{' and '.join(names)} have no cache size in common.", f"remoe eval RUN --cache {sizes} of each"
         )
     arms = [report["arms"][-1] for report in reports]
     recipes = [arm["name"] for arm in arms]
