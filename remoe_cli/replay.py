@@ -308,7 +308,7 @@ def _run(
                         unavailable.append({**named, "reason": why.reason, "try": why.mend})
                         continue
                     done = held[key] if arm is arms[0] and key in held else work(arm, key)
-                    cells.append({**named, **figures(done, ends, bench.sizes)})
+                    cells.append({**named, **figures(done, ends, bench.sizes, bench.rules["sessions"])})
                     if len(arms) > 1:
                         cells[-1] |= changes(before, done)
                     before = done

@@ -15,6 +15,7 @@ from remoe_cli.cache.budgets import equal_memory, fit_budgets
 from remoe_cli.cache.curve import lru_curve
 from remoe_cli.cache.kernel import kernel
 from remoe_cli.errors import CacheError
+from remoe_cli.report.replays import by_session
 from remoe_cli.routing import read, RoutingTrace, write
 
 A, B, C, D = range(4)
@@ -102,6 +103,33 @@ def test_sessions_take_turns():
     two = replay(trace, "lru", 1, warm="carry", sessions=2)  # A B A B C
     assert (one.request_hits.tolist(), two.request_hits.tolist()) == ([1, 1, 0], [0, 0, 0])
     assert replay(trace, "lru", 2, warm="carry", sessions=2).request_hits.tolist() == [1, 1, 0]
+
+
+def test_each_session_and_the_cache_that_they_share():
+    trace = as_trace([[[A]], [[A]], [[B]], [[B]], [[C]]], [0, 2, 4, 5], n_experts=4)
+    done = replay(trace, "lru", 2, warm="carry", sessions=2)  # A B A B C: the first place has requests 0 and 2
+    assert by_session(done, 2) == [
+        {
+            "requests": 2,
+            "tokens": 3,
+            "accesses": 3,
+            "misses": 2,
+            "proactive": 0,
+            "hit_ratio": 1 / 3,
+            "loads_a_token": 2 / 3,
+        },
+        {
+            "requests": 1,
+            "tokens": 2,
+            "accesses": 2,
+            "misses": 1,
+            "proactive": 0,
+            "hit_ratio": 0.5,
+            "loads_a_token": 0.5,
+        },
+    ]
+    assert by_session(done, 1) is None
+    assert sum(one["misses"] for one in by_session(done, 2)) == done.misses
 
 
 def test_a_batch_touches_with_the_weight_of_the_last_mention():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,10 @@ def test_more_sessions_than_requests_are_as_many(remoe, file):
     quick = ("replay", file, "--cache", "3", "--policy", "lru", "--warm", "carry")
     ran = remoe(*quick, "--sessions", "400000")
     assert ran.code == 0 and "3 sessions take turns" in " ".join(ran.out.split())
+    assert re.search(
+        r"hit % of single sessions in the shared cache, lru forced: C = 3: [\d.]+ to [\d.]+\.",
+        " ".join(ran.out.split()),
+    )
     assert "--sessions 400000: the trace has 3 requests, so all take turns." in ran.err
     assert remoe(*quick, "--sessions", "3").out == ran.out
 

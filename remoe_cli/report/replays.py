@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
     estimate: Estimate | None = None
 
 
-def figures(done: Replay, references: References, sizes: Sizes) -> dict[str, Any]:
-    """Counts, ratios, loads and the estimate of one replay; intervals are bootstraps over requests."""
+def figures(done: Replay, references: References, sizes: Sizes, sessions: int = 1) -> dict[str, Any]:
+    """Counts, ratios, loads and the estimate of one replay; intervals are bootstraps over requests. sessions: that took turns."""
     request_loads = done.request_misses + done.request_proactive
     a_token = metrics.summary(done.token_misses)
     return {
@@ -57,9 +57,31 @@ def figures(done: Replay, references: References, sizes: Sizes) -> dict[str, Any
         "loads_a_token_95": interval(request_loads, done.request_tokens),
         "misses_a_token": a_token._asdict() if a_token else None,
         **_bytes(done, sizes),
+        "sessions": by_session(done, sessions),
         "gap_closed": _gap(done, references.lru, references.belady_bypass),
         "gap_closed_forced": _gap(done, references.lru, references.belady_forced),
     }
+
+
+def by_session(done: Replay, sessions: int) -> list[dict[str, Any]] | None:
+    """What each place in the turn got of the shared cache: place s serves the requests s, s + sessions, ... None for a single one."""
+    if sessions == 1:
+        return None
+    place_R = np.arange(len(done.request_tokens)) % sessions
+    sums = {
+        "requests": np.ones_like(place_R), "tokens": done.request_tokens, "accesses": done.request_accesses,
+        "misses": done.request_misses, "proactive": done.request_proactive,
+    }  # fmt: skip
+    counts = {name: np.bincount(place_R, of, sessions).astype(int).tolist() for name, of in sums.items()}
+    rows = [dict(zip(counts, row, strict=True)) for row in zip(*counts.values(), strict=True)]
+    return [
+        {
+            **row,
+            "hit_ratio": metrics.ratio(row["accesses"] - row["misses"], row["accesses"]),
+            "loads_a_token": metrics.ratio(row["misses"] + row["proactive"], row["tokens"]),
+        }
+        for row in rows
+    ]
 
 
 def best(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

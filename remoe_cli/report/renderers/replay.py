@@ -52,6 +52,17 @@ def figure_tables(result: dict[str, Any], width: int = WIDTH) -> str:
     )
 
 
+def _sessions(result: dict[str, Any]) -> Iterator[str]:
+    """How far the places in the turn differ, for the policy that the table begins with."""
+    if not result["cells"] or not result["cells"][0]["sessions"]:
+        return
+    first = result["cells"][0]
+    named = [one for one in result["cells"] if all(one[name] == first[name] for name in ("arm", "policy", "admission"))]
+    hits = [[100 * found["hit_ratio"] for found in one["sessions"] if found["accesses"]] for one in named]
+    shown = "; ".join(f"C = {one['capacity']}: {min(found):.1f} to {max(found):.1f}" for one, found in zip(named, hits))
+    yield f"hit % of single sessions in the shared cache, {first['policy']} {first['admission']}: {shown}."
+
+
 def _by_capacity(
     result: dict[str, Any], heads: Sequence[str], show: Callable[[Cell], list[str]], width: int
 ) -> Iterator[str]:
@@ -121,6 +132,7 @@ def _footnotes(result: dict[str, Any], several: bool) -> Iterator[str]:
         )
         + "."
     )
+    yield from _sessions(result)
     if "bypass" in {cell["admission"] for cell in result["cells"]}:
         staging = f"{first['top_k']} experts of staging"
         yield f"Bypass has {staging} {'taken from its' if rules['equal'] == 'memory' else 'beside its'} slots."
