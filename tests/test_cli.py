@@ -74,6 +74,7 @@ def test_the_whole_way(remoe, model, texts):
     assert sorted(p.name for p in Path("pushed").iterdir()) == [
         "README.md",
         "gates.safetensors",
+        "headline.png",
         "recipe.yaml",
         "remoe.json",
         "report.json",

@@ -78,7 +78,7 @@ def test_a_pushed_folder_names_no_folder_of_this_machine(work, capsys, monkeypat
     assert "sécr et" in Path("sécr et/rüns/a run/report.json").read_text().encode().decode("unicode-escape")
     assert remoe("push", "sécr et/rüns/a run", "--to", "out").code == 0
     files = {path.name: path.read_bytes().decode(errors="replace") for path in Path("out").iterdir()}
-    assert set(files) == {"gates.safetensors", "remoe.json", "recipe.yaml", "report.json", "README.md"}
+    assert set(files) == {"gates.safetensors", "remoe.json", "recipe.yaml", "report.json", "headline.png", "README.md"}
     report = json.loads(files["report.json"])
     files |= {"report.json": repr(report), "recipe.yaml": repr(recipe := yaml.safe_load(files["recipe.yaml"]))}
     for name, text in files.items():
