@@ -33,6 +33,11 @@ def note(text: str) -> None:
     _stderr.print(text, markup=False)
 
 
+def live() -> Console | None:
+    """Where lines can be redrawn while work goes on: stderr, where it is a terminal that can."""
+    return _stderr if _stderr.is_terminal and not _stderr.is_dumb_terminal else None
+
+
 class Bar:
     """Progress of one job. On a terminal a live bar; in a log a line at most every `every` seconds.
 

@@ -1,7 +1,7 @@
 """remoe decode: continue prompts with the experts left on disk, once or in a sweep of settings."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import product, repeat
 from math import lcm
@@ -15,7 +15,7 @@ from remoe_cli.apply import find_delta
 from remoe_cli.cache import choose, live_policies
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.console import note, progress
-from remoe_cli.delta import gates_for, heads_for
+from remoe_cli.delta import Delta, gates_for, heads_for
 from remoe_cli.environment import check_threads, device_name, pick_device, versions
 from remoe_cli.errors import CacheError, command, DataError, DeltaError, instead, UsageError
 from remoe_cli.families import family_of, Heads, top_k_of
@@ -58,11 +58,41 @@ class _Prompts(NamedTuple):
     notes: list[str]
 
 
+class Ready(NamedTuple):
+    """A model whose files are here, and options that fit it. change: the delta, and whether the model holds its gates already."""
+
+    plan: Plan
+    device: str
+    checkpoint: Checkpoint
+    change: Delta | None
+    applied: bool
+    rule: Rule | None
+    tokenizer: Any
+
+
 def decode(model: str, asked: Asked) -> dict[str, Any]:
     """Texts, counts and times of every combination of settings, as docs/decode.md lists them.
 
     Raises RemoeError for every mistake, most of them before anything is loaded.
     """
+    found = ready(model, asked)
+    plan, checkpoint, tokenizer = found.plan, found.checkpoint, found.tokenizer
+    prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room_of(checkpoint.config, plan, asked, model))
+    longest = max(map(len, prompts.ids)) + max(plan.tokens)
+    with opened(model, asked, found, longest) as (decoder, tuned):
+        notes = [*prompts.notes, *taken(decoder, plan)]
+        for sentence in notes:
+            note(f"Note: {sentence}")
+        rows = list(_rows(decoder, plan, asked, tuned, found.rule, prompts, tokenizer))
+        return {
+            **about(decoder, plan, model, asked, prompts.ids, prompts.source, prompts.rows),
+            "notes": notes,
+            "rows": rows,
+        }  # fmt: skip
+
+
+def ready(model: str, asked: Asked) -> Ready:
+    """All that can be checked is checked before the model is downloaded. Raises RemoeError."""
 
     def again(**changes: Any) -> str:
         return asked.command(model, **changes)
@@ -77,7 +107,7 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
     found = fetch_config(model)
     family_of(found.config, model)
     check_for_model(plan, top_k_of(found.config), asked, model)
-    room = _room(found.config, plan, asked, model)
+    room_of(found.config, plan, asked, model)
     change = find_delta(asked.delta) if asked.delta is not None else None
     check_heads(asked.policy, {name.rpartition(".")[2] for name in change.heads} if change is not None else (), again)
     checkpoint = resolve(found)
@@ -90,45 +120,56 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
         )
     layer = experts_on_disk(checkpoint)[0]
     rule = rule_of(asked.reroute, layer.top_k, layer.n_experts, again)
-    tokenizer = load_tokenizer(checkpoint)
-    prompts = _prompts(asked, plan, model, checkpoint, tokenizer, room)
-    longest = max(map(len, prompts.ids)) + max(plan.tokens)
-    threads = compute_threads(asked.threads)
+    return Ready(plan, where, checkpoint, change, applied, rule, load_tokenizer(checkpoint))
+
+
+@contextmanager
+def opened(model: str, asked: Asked, found: Ready, longest: int) -> Iterator[tuple[OffloadedDecoder, Change]]:
+    """The decoder, with the base's gates, and what the delta puts in their place. longest: tokens of the longest request, new
+    ones included. Raises RemoeError."""
+
+    def again(**changes: Any) -> str:
+        return asked.command(model, **changes)
+
+    plan, change = found.plan, found.change
     with fitted(again, plan.capacities, shorter_of(plan, longest)), instead(again(ram=None), UsageError):
         decoder = OffloadedDecoder(
-            checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=where, threads=threads,
-            settings=plan.settings, pack=asked.pack, batch=max(plan.batches), tokens=longest * max(plan.batches),
+            found.checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=found.device,
+            threads=compute_threads(asked.threads), settings=plan.settings, pack=asked.pack, batch=max(plan.batches),
+            tokens=longest * max(plan.batches),
         )  # fmt: skip
     with decoder:
         tuned: Change = {}, None
         if change is not None:
             first = command("apply", asked.delta, model, out="DIR")
             with instead(f"{first}, then {asked.command('DIR', beside_base=False)}", DeltaError):
-                gates = {} if applied else gates_for(decoder.disk_names, change)
+                gates = {} if found.applied else gates_for(decoder.disk_names, change)
             tuned = gates, heads_for(change, decoder.disk_names, decoder.gates)
-        notes = [*prompts.notes, *_taken(decoder, plan)]
-        for sentence in notes:
-            note(f"Note: {sentence}")
-        rows = list(_rows(decoder, plan, asked, tuned, rule, prompts, tokenizer))
-        known = versions()
-        return {
-            "format": FORMAT,
-            "remoe": __version__,
-            "requested": {"model": model, **asdict(asked), "pack": asked.pack and str(asked.pack)},
-            "model": {
-                "id": checkpoint.id, "commit": checkpoint.commit, "moe_layers": decoder.n_layers,
-                "n_experts": decoder.n_experts, "top_k": decoder.top_k, "expert_bytes": decoder.expert_bytes,
-            },
-            "conditions": {
-                "device": where, "device_name": device_name(where), "dtype": str(decoder.dtype).removeprefix("torch."),
-                "threads": threads, "torch": known["torch"],
-                "transformers": known["transformers"], "prompts": prompts.source,
-                "prompt_rows": prompts.rows, "prompt_tokens": [len(ids) for ids in prompts.ids],
-                "sampling": plan.sampling and asdict(plan.sampling), "io": decoder.io, "io_reason": decoder.io_reason,
-            },
-            "notes": notes,
-            "rows": rows,
-        }  # fmt: skip
+        yield decoder, tuned
+
+
+def about(
+    decoder: OffloadedDecoder, plan: Plan, model: str, asked: Asked, prompts: Sequence[Sequence[int]], source: str,
+    rows: Sequence[int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a result begins with: what was asked, the model, the conditions."""
+    known, device, checkpoint = versions(), str(decoder.device), decoder.checkpoint
+    return {
+        "format": FORMAT,
+        "remoe": __version__,
+        "requested": {"model": model, **asdict(asked), "pack": asked.pack and str(asked.pack)},
+        "model": {
+            "id": checkpoint.id, "commit": checkpoint.commit, "moe_layers": decoder.n_layers,
+            "n_experts": decoder.n_experts, "top_k": decoder.top_k, "expert_bytes": decoder.expert_bytes,
+        },
+        "conditions": {
+            "device": device, "device_name": device_name(device), "dtype": str(decoder.dtype).removeprefix("torch."),
+            "threads": decoder.threads, "torch": known["torch"],
+            "transformers": known["transformers"], "prompts": source,
+            "prompt_rows": rows, "prompt_tokens": [len(ids) for ids in prompts],
+            "sampling": plan.sampling and asdict(plan.sampling), "io": decoder.io, "io_reason": decoder.io_reason,
+        },
+    }  # fmt: skip
 
 
 def check_live(policy: str) -> None:
@@ -217,7 +258,7 @@ def _rows(
             yield from ({**row, **compared}, base)
 
 
-def _taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
+def taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
     """Where there is no use for as much as was asked for."""
     if (most := max(plan.capacities)) > decoder.n_experts:
         yield f"--cache {most} is taken as {decoder.n_experts}: these are all experts of a layer"
@@ -225,9 +266,9 @@ def _taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
         yield f"--ram is taken as {show_size(ram)}: that holds all experts"
 
 
-def _room(config: dict, plan: Plan, asked: Asked, model: str) -> int | None:
+def room_of(config: dict, plan: Plan, asked: Asked, model: str) -> int | None:
     """Tokens that the model's positions leave for the prompt; None where it has no limit. Raises UsageError."""
-    longest, most = config.get("max_position_embeddings"), max(plan.tokens)
+    longest, most = config.get("max_position_embeddings"), 1 if asked.flexible else max(plan.tokens)
     if not isinstance(longest, int):
         return None
     needed = asked.context or 1
@@ -250,7 +291,7 @@ def _prompts(
     together = lcm(*plan.batches)
     texts: Iterable[tuple[int, list[int]]]
     if asked.prompts is None:
-        found = _of_text(tokenizer, PROMPT if asked.prompt is None else asked.prompt, asked, model)
+        found = ids_of(tokenizer, PROMPT if asked.prompt is None else asked.prompt, asked, model)
         if room is not None and asked.context is None and len(found) > room:
             most = max(plan.tokens)
             raise UsageError(
@@ -290,7 +331,8 @@ def _prompts(
     return _Prompts(ids, forced, None if asked.prompts is None else rows, source, notes)
 
 
-def _of_text(tokenizer: Any, prompt: str, asked: Asked, model: str) -> list[int]:
+def ids_of(tokenizer: Any, prompt: str, asked: Asked, model: str) -> list[int]:
+    """Raises DataError for a prompt without a token."""
     mended = asked.command(model, prompt="Once upon a time")
     try:
         prompt.encode()

@@ -6,10 +6,12 @@ import typer
 
 from remoe_cli import __version__
 from remoe_cli.cli.apply import apply
+from remoe_cli.cli.chat import chat
 from remoe_cli.cli.decode import decode
 from remoe_cli.cli.delta import diff, inspect, merge
 from remoe_cli.cli.eval import evaluate
 from remoe_cli.cli.finetune import finetune
+from remoe_cli.cli.generate import generate
 from remoe_cli.cli.pack import pack
 from remoe_cli.cli.plan import plan
 from remoe_cli.cli.push import pull, push
@@ -54,6 +56,8 @@ app.command()(inspect)
 app.command()(diff)
 app.command()(merge)
 app.command()(decode)
+app.command()(generate)
+app.command()(chat)
 app.command()(pack)
 app.command()(plan)
 app.add_typer(trace, name="trace")

@@ -26,9 +26,10 @@ Again = Callable[..., str]  # the command with some options changed; None leaves
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of `remoe decode` as given. cache, throttle, batch and tokens may be comma lists."""
+    """The options of `remoe decode` as given. cache, throttle, batch and tokens may be comma lists. cache: None where a command
+    finds the number itself."""
 
-    cache: str
+    cache: str | None
     delta: str | None = None
     prompt: str | None = None
     prompts: str | None = None
@@ -58,9 +59,18 @@ class Asked:
 
     def command(self, model: str, **changes: Any) -> str:
         """`remoe decode` with these options, some of them changed; None leaves one out."""
-        given = {**{field.name: getattr(self, field.name) for field in fields(self)}, **changes}
+        return command("decode", model, **self.given(**changes))
+
+    @property
+    def flexible(self) -> bool:
+        """Whether fewer new tokens will do where the model has no room for so many."""
+        return False
+
+    def given(self, **changes: Any) -> dict[str, Any]:
+        """Those that are not as by default, some of them changed."""
+        options = {**{field.name: getattr(self, field.name) for field in fields(self)}, **changes}
         defaults = {field.name: field.default for field in fields(self)}
-        return command("decode", model, **{name: of for name, of in given.items() if of != defaults[name]})
+        return {name: of for name, of in options.items() if of != defaults[name]}
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ def plan_of(asked: Asked, model: str) -> Plan:
             again(policy=None),
         )
     return Plan(
-        whole_numbers("cache", asked.cache, again, least=None),
+        [] if asked.cache is None else whole_numbers("cache", asked.cache, again, least=None),
         whole_numbers("tokens", asked.tokens, again),
         batches,
         throttles_of(asked.throttle, again),

@@ -130,6 +130,16 @@ def require(
     )
 
 
+def slots_within(
+    checkpoint: Checkpoint, layers: Sequence[ExpertLayer], dtype: torch.dtype, nbytes: int, tokens: int
+) -> int:
+    """Slots a layer, E at most, that so many bytes hold beside the other weights and a request of so many tokens; may be too few."""
+    outside_bytes = sum(math.prod(shape_of(info)) for info in outside(checkpoint, layers)) * dtype.itemsize
+    slot = sum(math.prod(part.shape) for part in layers[0].parts) * dtype.itemsize
+    left = nbytes - decoder_bytes(outside_bytes, 0, 0) - request_bytes(checkpoint.config, dtype, tokens)
+    return max(0, min(layers[0].n_experts, left // (slot * len(layers))))
+
+
 def request_bytes(config: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
     """The attention cache of so many tokens, and about what the widest layers hold of a prompt while it passes."""
     top_k, config = top_k_of(config), config.get("text_config") or config

@@ -30,13 +30,14 @@ from remoe_cli.offload.floor import replay_loads
 from remoe_cli.offload.latent import absorb
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.pack import packed
+from remoe_cli.offload.past import cut, Past, token_of, Told
 from remoe_cli.offload.rerouting import Bend
 from remoe_cli.offload.sampling import chooser, Sampling
 from remoe_cli.offload.settings import Settings
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.store import drop_page_cache, expert_files, ExpertStore, one_expert_bytes, storage_bytes
 from remoe_cli.offload.tiers import host_bytes, Strays, Tiers
-from remoe_cli.offload.timing import mark_attention, Timeline
+from remoe_cli.offload.timing import ASIDE, mark_attention, Timeline
 from remoe_cli.routing import RoutingTrace
 
 
@@ -261,6 +262,15 @@ class OffloadedDecoder:
         of them. As `decode` otherwise. Raises UsageError for prompts of several lengths or more than `batch`."""
         return self._decode(prompts, n_new, forced, None, sampling, keep_logits, False)
 
+    def go_on(
+        self, past: Past, prompt_ids: Sequence[int], n_new: int, told: Told, *, sampling: Sampling | None = None
+    ) -> Decoded:
+        """As `decode` of a prompt that follows what `past` holds, but each new token is told as soon as it is chosen, in time
+        that counts nowhere, and the answer to that may end the request. `past` then holds all but the last new token; after an
+        error, nothing."""
+        done = self._decode([prompt_ids], n_new, None, None, sampling, False, False, past, told)
+        return Decoded(done.ids[0], *done[1:-1])
+
     def floor(self, done: Decoded | DecodedBatch) -> Floor:
         """The same loads once more, at the same pace, but without the model: what the storage alone takes of each token.
 
@@ -282,6 +292,8 @@ class OffloadedDecoder:
         sampling: Sampling | None,
         keep_logits: bool,
         keep_scores: bool,
+        past: Past | None = None,
+        told: Told | None = None,
     ) -> DecodedBatch:
         check_prompts(prompts, n_new, forced, self.batch)
         ledger = self._start(n_new, future, keep_scores)
@@ -291,10 +303,12 @@ class OffloadedDecoder:
         chosen: list[torch.Tensor] = []
         ids_BT = torch.tensor([[int(i) for i in prompt] for prompt in prompts], device=self.device)
         fed = None if forced is None else torch.tensor([list(ids)[:n_new] for ids in forced], device=self.device)
-        timeline = self._timeline
+        timeline, held = self._timeline, [] if past is None else list(past.ids)
         with torch.inference_mode(), running(self.device, self.threads):
             timeline.start()
-            out = self._model(input_ids=ids_BT, use_cache=True, logits_to_keep=1)
+            out = self._model(
+                input_ids=ids_BT, use_cache=True, logits_to_keep=1, **({} if past is None else past.take())
+            )
             for step in range(n_new):
                 if step:
                     ledger.step = step - 1
@@ -307,9 +321,15 @@ class OffloadedDecoder:
                     before = [block.cache_counts() for block in self._blocks]
                     ledger.prefill.storage_bytes, read_before = _since(read_before), storage_bytes()
                     ledger.prefill.busy_s, busy_before = self._tiers.busy_s - busy_before, self._tiers.busy_s
-                if not step or self.n_layers == 1:  # otherwise a layer sees to the next one while it computes itself
+                timeline.to(ASIDE)
+                ended = told is not None and told(token_of(chosen[-1], self._blocks, before, ledger))
+                timeline.to("dense")
+                # otherwise a layer sees to the next one while it computes itself
+                if not ended and (not step or self.n_layers == 1):
                     self._blocks[-1].refine_next()
                 timeline.token()
+                if ended:
+                    break
         latency, split = timeline.finish()
         self._tiers.settle(drop=False)  # what was read ahead is paid for, also where nobody asked for it
         for block in self._blocks:
@@ -319,10 +339,14 @@ class OffloadedDecoder:
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
         self._doubt_direct(ledger)
         self._kept = True
+        cut(ledger.loads, len(chosen) - 1)
+        ids_BN = torch.cat(chosen, 1).tolist()
+        if past is not None:
+            past.keep([*held, *prompts[0], *ids_BN[0][:-1]], out)
         kind = "forced" if fed is not None else "greedy" if sampling is None else "sampled"
         return DecodedBatch(
-            torch.cat(chosen, 1).tolist(),
-            trace_of(self._blocks, len(prompts), ids_BT.shape[1], n_new, self.n_experts, self._provenance(kind)),
+            ids_BN,
+            trace_of(self._blocks, len(prompts), ids_BT.shape[1], len(chosen), self.n_experts, self._provenance(kind)),
             latency,
             counts_of(self._blocks, before, ledger, self.io),
             split,

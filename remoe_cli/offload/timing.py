@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 PHASES = ("wait", "experts", "attention", "dense", "router", "bookkeeping")
+ASIDE = "aside"  # time that counts nowhere: the caller's, who is told of a token
 
 
 class Latency(NamedTuple):
@@ -74,7 +75,8 @@ class Timeline:
         before = self._begun
         for phase, at in self._marks:
             if phase:
-                sums[phase] += self._between(before, at)
+                if phase != ASIDE:
+                    sums[phase] += self._between(before, at)
                 before = at
             else:
                 tokens.append(sums)
