@@ -29,6 +29,7 @@ from remoe_cli.measure.domains import held_out, OWN
 from remoe_cli.measure.offloaded import check_decoder, measure_offloaded, Offloaded
 from remoe_cli.measure.requests import Requests
 from remoe_cli.measure.steering import told
+from remoe_cli.measure.tasks import NO_TASKS, TaskOptions, Tasks
 from remoe_cli.offload import OffloadedDecoder
 from remoe_cli.offload.compute import compute_threads
 from remoe_cli.offload.store import one_expert_bytes
@@ -61,6 +62,7 @@ def evaluate(
     threads: int | None = None,
     device: str | None = None,
     plot: bool = False,
+    tasks: TaskOptions = NO_TASKS,
 ) -> dict:
     """The report (docs/report.md), also written into the run folder, with plots beside it where asked for.
 
@@ -72,6 +74,7 @@ def evaluate(
             "cache": ",".join(map(str, capacities)), "control": control,
             "policy": ",".join(policies) if tuple(policies) != POLICIES_SHOWN else None, "seeds": seeds if seeds != 1 else None,
             "base": base, "no_measure": not measure, **measuring.given(), "threads": threads, "device": device,
+            **tasks.given(),
         },
     )  # fmt: skip
     asked = policies
@@ -91,7 +94,9 @@ def evaluate(
     arms = choose_arms(found, beside, checkpoint)
     policies = _served(policies, asked, arms, again)
     scores = any({*SCORES} & _needs(name) for name in policies)
-    texts = held_out(recipe, load_tokenizer(checkpoint), seeds, domains)
+    tokenizer = load_tokenizer(checkpoint)
+    scored = Tasks(tasks, tokenizer, again)
+    texts = held_out(recipe, tokenizer, seeds, domains)
     _check_same_texts(found, texts.documents)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     expert_bytes = one_expert_bytes(experts_on_disk(checkpoint))
@@ -101,7 +106,7 @@ def evaluate(
     if measure:
         with fitted(again, capacities), instead(again(ram=None), UsageError):
             check_decoder(checkpoint, dtype, where, largest, settings, measuring.pack, tokens)
-    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, scores)
+    resident = measure_resident(checkpoint, dtype, where, arms, texts.samples, recipe, scores, scored.run)
     offloaded = NOT_MEASURED
     if measure:
         with fitted(again, capacities):
@@ -143,9 +148,10 @@ def evaluate(
             "new_tokens": recipe.evaluate.new_tokens, "capacities": capacities, "policies": list(policies),
             "reset": "request", "warm": "cold", "step": "atomic", "measured_requests": offloaded.requests, "io": offloaded.io,
             "offload": {**asdict(settings), "pack": measuring.pack and str(measuring.pack), "reroute": measuring.reroute} if measure else None,
+            "tasks": scored.conditions(),
         },
         "notes": [
-            *texts.notes, *about(found, beside, base), *offloaded.notes,
+            *texts.notes, *about(found, beside, base), *offloaded.notes, *scored.notes,
             *(f"{arm} changes more than gates, so it was not measured on disk" for arm in resident.further if measure),
         ],
         "arms": [
@@ -165,6 +171,7 @@ def evaluate(
             }
             for domain in texts.domains
         ],
+        "tasks": scored.rows(arms),
     }  # fmt: skip
     report = finite(report)
     _write(report, found)

@@ -11,6 +11,8 @@ from remoe_cli.cli.decode import Floor, Guess, Io, Pack, Ram, Readers, Reroute, 
 from remoe_cli.cli.options import AsJson, Device
 from remoe_cli.errors import CacheError, UsageError
 
+TASKS = "Tasks"
+
 
 def evaluate(
     run: Annotated[Optional[str], typer.Argument(help="Run folder or name; without it the latest run.")] = None,  # noqa: UP045
@@ -46,6 +48,32 @@ def evaluate(
     pack: Pack = None,
     floor: Floor = False,
     threads: Threads = None,
+    tasks: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="NAME[=FILE],...",
+            help="Tasks of lm-eval, such as gsm8k,mmlu, with items of the Hub or of a local file.",
+            rich_help_panel=TASKS,
+        ),
+    ] = None,
+    limit: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(metavar="N", help="The first N items of a task (or of each of its parts).", rich_help_panel=TASKS),
+    ] = None,
+    few_shot: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            metavar="N", help="Worked examples in each prompt, if not the task's own number.", rich_help_panel=TASKS
+        ),
+    ] = None,
+    chat_template: Annotated[
+        bool,
+        typer.Option("--chat-template", help="Put prompts into the tokenizer's chat template.", rich_help_panel=TASKS),
+    ] = False,
+    run_code: Annotated[
+        bool,
+        typer.Option("--run-code", help="Run the code that the model writes (humaneval).", rich_help_panel=TASKS),
+    ] = False,
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw usage.png and layers.png into the run: how far routing concentrates.")
     ] = False,
@@ -68,6 +96,7 @@ def evaluate(
     from remoe_cli.console import data as print_data
     from remoe_cli.console import note
     from remoe_cli.measure.decode_options import Measuring
+    from remoe_cli.measure.tasks import TaskOptions
     from remoe_cli.report.regressions import check_percent, regressions
     from remoe_cli.report.renderers.terminal import terminal
     from remoe_cli.report.verdict import verdict
@@ -87,6 +116,7 @@ def evaluate(
         threads=threads,
         device=device,
         plot=plot,
+        tasks=TaskOptions(tasks, limit, few_shot, chat_template, run_code),
     )
     show.write(report, Path(report["run"], show.PAGE))
     print_data(json.dumps(report) if as_json else f"{terminal(report)}\n{verdict(report)}")

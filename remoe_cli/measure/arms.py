@@ -1,8 +1,8 @@
 """Arms: the sets of gates under comparison, measured one after the other in one resident model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,9 +105,10 @@ def measure_resident(
     samples: Mapping[str, Sample],
     recipe: Recipe,
     scores: bool = False,
+    also: Callable[[str, Any], None] | None = None,
 ) -> Resident:
     """Every arm on every sample, each once. scores: the traces hold the routers' probabilities, and what an arm's heads gave.
-    The model is gone afterwards: no expert may stay resident while they are measured on disk."""
+    also: called with each arm's name and the model that holds its gates. The model is gone afterwards: no expert may stay resident while they are measured on disk."""
     model = load_resident(checkpoint, dtype, device)
     gates, stored = find_gates(model), gate_disk_names(model, checkpoint)
     own = {name for gate in gates for name in (*gate.names, *gate.biases)}
@@ -127,6 +128,8 @@ def measure_resident(
                 if first == name
                 else measured[first][arm.name]
             )
+        if also is not None:
+            also(arm.name, model)
     tuned = {arm: {name: {**stock, **tensors}[name] for name in own} for arm, tensors in changed.items()}
     further = [arm for arm, tensors in changed.items() if not tensors.keys() <= own]
     return Resident(measured, tuned, heads, further, len(gates), gates[0].n_experts, gates[0].top_k)

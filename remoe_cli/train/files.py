@@ -86,7 +86,7 @@ def _rows(files: Sequence[Path], format: str, shape: Shape | None = None) -> tup
     """All rows, and their shape: that of the first, whose fields all others must have."""
     rows: list[Row] = []
     for file in files:
-        for number, row in _read(file):
+        for number, row in rows_of(file):
             where = f"{file}, {'line' if form(file) == '.jsonl' else 'row'} {number}"
             hint = _show(file, number) if form(file) == ".jsonl" else ANOTHER
             if not isinstance(row, dict):
@@ -118,7 +118,7 @@ def _show(file: Path, line: int) -> str:
     return f"zcat {path} | sed -n {line}p" if file.suffix == ".gz" else f"sed -n {line}p {path}"
 
 
-def _read(file: Path) -> Iterator[tuple[int, Any]]:
+def rows_of(file: Path) -> Iterator[tuple[int, Any]]:
     """Rows, each with its number (its line, where rows are lines), as the file has them: not checked."""
     kind = form(file)
     if kind not in FORMS or (kind == ".parquet" and file.suffix != kind):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from remoe_cli.report.renderers import tasks
 from remoe_cli.report.rows import conditions, table
 
 
@@ -11,6 +12,7 @@ def markdown(report: dict[str, Any]) -> str:
     for row in rows:
         label = row.label.strip() if row.group == "text" else f"{row.group}: {row.label.strip()}"
         lines.append(f"| {label} | {' | '.join(row.cells)} |")
-    return (
-        "\n".join([*lines, "", " ".join(conditions(report)), *[f"\nNote: {note}" for note in report["notes"]]]) + "\n"
-    )
+    scores = list(tasks.markdown(report))
+    said = " ".join([*conditions(report), *tasks.sentences(report)])
+    notes = [f"\nNote: {note}" for note in report["notes"]]
+    return "\n".join([*lines, *(["", *scores] if scores else []), "", said, *notes]) + "\n"

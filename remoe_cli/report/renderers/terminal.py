@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from remoe_cli.report.renderers import tasks
 from remoe_cli.report.rows import conditions, table
 
 
@@ -26,6 +27,8 @@ def terminal(report: dict[str, Any], width: int = 110) -> str:
         group = row.group
     out = Console(file=StringIO(), width=width, highlight=False)
     out.print(view)
-    for line in ["", *conditions(report), *(f"Note: {note}" for note in report["notes"])]:
+    if scores := tasks.terminal(report, width):
+        out.print(f"\n{scores}", markup=False, end="")
+    for line in ["", *conditions(report), *tasks.sentences(report), *(f"Note: {note}" for note in report["notes"])]:
         out.print(line, markup=False)
     return out.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,63 @@
+"""A model in memory as lm-eval asks it: its own HFLM, with our progress, and a count of what did not fit into the context."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from typing import Any, TextIO
+
+from lm_eval.models.huggingface import HFLM
+
+from remoe_cli.console import Bar, progress
+
+OWN_LENGTH = 256  # tokens of an answer where the task does not say, as HFLM has it
+
+
+class TaskModel(HFLM):
+    """cut: of each of lm-eval's tasks the items whose prompt's beginning was cut off. first: the first prompt."""
+
+    def __init__(self, model: Any, tokenizer: Any, title: str, batch: int, stderr: TextIO) -> None:
+        """title: of the progress, which is shown on stderr, whatever stands in for it meanwhile."""
+        super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+        self.cut: dict[str, set[int]] = defaultdict(set)
+        self.first: str | None = None
+        self._title, self._stderr = title, stderr
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        for one in requests:
+            self._look(one, len(self.tok_encode("".join(one.args))) - 1)
+        return self._answered("choices", super().loglikelihood, requests)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        for one in requests:
+            self._look(one, len(self.tok_encode(one.args[0])) + one.args[1].get("max_gen_toks", OWN_LENGTH))
+        return self._answered("answers", super().generate_until, requests)
+
+    def bos(self) -> str:
+        """Who put the begin token before the first prompt: `tokenizer`, `prompt` (the template) or `none`."""
+        begin = self.tokenizer.bos_token_id
+        if begin is None or self.tok_encode(self.first or "a")[:1] != [begin]:
+            return "none"
+        return "prompt" if (self.first or "").startswith(self.tokenizer.bos_token) else "tokenizer"
+
+    def _look(self, request: Any, tokens: int) -> None:
+        if self.first is None:
+            self.first = request.args[0]
+        if tokens > self.max_length:
+            self.cut[request.task_name].add(request.doc_id)
+
+    def _answered(self, what: str, answer: Callable[..., list], requests: Sequence[Any]) -> list:
+        """lm-eval's own bars are off; stderr is ours meanwhile."""
+        with redirect_stderr(self._stderr), progress(f"{self._title}: task {what}", len(requests)) as bar:
+            self.set_cache_hook(_Counted(bar))
+            return answer(requests, disable_tqdm=True)
+
+
+class _Counted:
+    """lm-eval tells it each answer, as it would a cache."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar, self._done = bar, 0
+
+    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
+        self._done += 1
+        self._bar.update(self._done)
