@@ -1,21 +1,20 @@
 """remoe inspect MODEL: what a model is made of, from config.json and the headers of its files; no weights are read."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from remoe_cli.delta.stored import dtype_label
 from remoe_cli.errors import CacheError, command, FamilyError, HubError
 from remoe_cli.families import FAMILIES, family_of, find_gates, Gate, WRAPPERS
-from remoe_cli.families.loader import compute_dtype, DTYPES, experts_on_disk, gate_disk_names, meta_model
-from remoe_cli.families.quantised import BYTES, shape_of
+from remoe_cli.families.loader import DTYPES, gate_disk_names, meta_model
 from remoe_cli.families.refuse import counts, quant_method
 from remoe_cli.hub.headers import fetch_headers, Headers
 from remoe_cli.hub.resolve import fetch_config
 from remoe_cli.offload import budget
 from remoe_cli.offload.compute import require_known
-from remoe_cli.offload.store import one_expert_bytes
+from remoe_cli.offload.shape import Shape, shape_of
 from remoe_cli.sizes import show_size
 
 if TYPE_CHECKING:
@@ -23,18 +22,6 @@ if TYPE_CHECKING:
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layers", "num_layers")
 _SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-
-
-class _Sizes(NamedTuple):
-    """one, outside: bytes of an expert and of all that is no routed expert's, as stored; dtype: in which they are computed with;
-    slot: bytes of an expert in it; elements: outside; loading: bytes of the largest tensor outside."""
-
-    one: int
-    outside: int
-    dtype: torch.dtype
-    slot: int
-    elements: int
-    loading: int
 
 
 def inspect(name: str, capacities: Sequence[int] = ()) -> dict[str, Any]:
@@ -70,7 +57,7 @@ def inspect(name: str, capacities: Sequence[int] = ()) -> dict[str, Any]:
     if on_disk:
         try:
             require_known(gates[0].experts, gates[0].family.model_type)
-            sizes = _stored(headers) if headers.tensors else _assumed(model, gates, found.config)
+            sizes = shape_of(headers, model, gates)
         except FamilyError as error:
             decode_reason = error.message
     if gates and top_k:
@@ -119,38 +106,7 @@ def _stored_gates(model: "PreTrainedModel", gates: Sequence[Gate], headers: Head
     }
 
 
-def _stored(headers: Headers) -> _Sizes:
-    layers = experts_on_disk(headers)
-    rest = budget.outside(headers, layers)
-    dtype = compute_dtype(headers, "cpu")
-    elements, loading = sum(torch.Size(shape_of(info)).numel() for info in rest), max(info.nbytes for info in rest)
-    stored = sum(info.nbytes for info in rest)
-    slot = sum(torch.Size(part.shape).numel() for part in layers[0].parts) * dtype.itemsize
-    return _Sizes(one_expert_bytes(layers), stored, dtype, slot, elements, loading)
-
-
-def _assumed(model: "PreTrainedModel", gates: Sequence[Gate], config: dict) -> _Sizes | None:
-    """As if every tensor were stored in config.json's own dtype (bfloat16 beside quantised experts), experts as it says; None where
-    it names none."""
-    parts = (config, config.get("text_config") or {})
-    named = next(
-        (part[key] for part in parts for key in ("dtype", "torch_dtype") if isinstance(part.get(key), str)), ""
-    )
-    dtype = next((one for one in DTYPES.values() if dtype_label(one) == named), None)
-    method = quant_method(config)
-    if dtype is None and method is not None:
-        dtype = torch.bfloat16
-    if dtype is None:
-        return None
-    experts = [parameter for gate in gates for parameter in gate.experts.parameters()]
-    theirs = {id(parameter) for parameter in experts}
-    rest = [parameter.numel() for parameter in model.parameters() if id(parameter) not in theirs]
-    slot = sum(p.numel() for p in experts) // sum(gate.n_experts for gate in gates) * dtype.itemsize
-    one = slot if method is None else int(slot // dtype.itemsize * BYTES[method])
-    return _Sizes(one, sum(rest) * dtype.itemsize, dtype, slot, sum(rest), max(rest) * dtype.itemsize)
-
-
-def _memory(sizes: _Sizes, slots: int) -> int:
+def _memory(sizes: Shape, slots: int) -> int:
     """Bytes of a decoder with so many slots in all, before any token, as `remoe decode` counts them."""
     return budget.decoder_bytes(sizes.elements * sizes.dtype.itemsize, slots * sizes.slot, sizes.loading)
 

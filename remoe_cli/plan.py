@@ -1,7 +1,6 @@
 """remoe plan MODEL --for finetune: what training would take on this machine or another, from config.json and headers alone."""
 
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,12 +14,10 @@ from remoe_cli.environment import device_name, pick_device
 from remoe_cli.errors import command, HubError, MemoryShortError, RemoeError
 from remoe_cli.families import family_of
 from remoe_cli.families.loader import compute_dtype, DTYPES
-from remoe_cli.hub.download import cached, RemoteFile, total_size
-from remoe_cli.hub.failures import cache
+from remoe_cli.hub.absent import disk_room, require_disk, weight_files_here
 from remoe_cli.hub.headers import fetch_headers, Headers
-from remoe_cli.hub.resolve import fetch_config, Found, weight_files
+from remoe_cli.hub.resolve import fetch_config
 from remoe_cli.recipe import Recipe
-from remoe_cli.sizes import show_size
 from remoe_cli.train import rates
 from remoe_cli.train.asked import Asked, choose_recipe
 from remoe_cli.train.needs import (
@@ -77,18 +74,14 @@ def plan(
     apart = room.host is not None
     dtype = _dtype(headers, "cuda" if apart else "cpu", settings.train.dtype)
     shape = shape_of(headers, dtype, "cuda" if apart else "cpu")
-    here, absent = _weight_files(found, headers)
-    disk = _disk(found, absent)
+    here, absent = weight_files_here(found, headers)
+    disk = disk_room(found, absent)
     measured = _measure(shape, settings, room, where, Path(disk["folder"]), [] if absent else here)
     refusal: RemoeError | None = None
     chosen = None
     try:
         chosen = choose(shape, settings, room.device, room.host)
-        if disk["needed"] > disk["free"]:
-            raise HubError(
-                f"{name} needs {show_size(disk['needed'])} more on the disk of {disk['folder']}, where {show_size(disk['free'])} are free.",
-                "HF_HOME=/a/disk/with/room before the same command",
-            )
+        require_disk(name, disk)
     except (MemoryShortError, HubError) as error:
         refusal = error
     tokens = settings.train.micro_batch * settings.train.accumulation * settings.train.sequence
@@ -143,22 +136,6 @@ def _dtype(headers: Headers, device: str, wanted: str) -> torch.dtype:
         return compute_dtype(headers, device, wanted)
     told = headers.config.get("dtype") or headers.config.get("torch_dtype")
     return next((dtype for dtype in DTYPES.values() if dtype_label(dtype) == told), torch.bfloat16)
-
-
-def _weight_files(found: Found, headers: Headers) -> tuple[list[Path], dict[str, RemoteFile]]:
-    """Those that are here, and those of the Hub that are not."""
-    if found.commit is None or found.files is None:
-        return ([] if headers.absent else headers.files), {}
-    names = weight_files(found, found.files)
-    held = {name: cached(found.id, name, found.commit) for name in names}
-    return [path for path in held.values() if path], {name: found.files[name] for name in names if not held[name]}
-
-
-def _disk(found: Found, absent: dict[str, RemoteFile]) -> dict[str, Any]:
-    """Where the files lie or will lie; bytes that will come, and are free there."""
-    folder = found.folder if found.commit is None else cache()
-    place = next(one for one in (folder, *folder.parents) if one.exists())
-    return {"folder": str(place), "needed": total_size(absent) or 0, "free": shutil.disk_usage(place).free}
 
 
 def _measure(shape: Shape, settings: Recipe, room: _Room, where: str, folder: Path, files: list[Path]) -> Rates:
@@ -238,103 +215,3 @@ def _next(name: str, asked: Asked, chosen: Needs) -> str:
     if chosen.mode == STREAMED:
         options |= {"stream": "on", "ram": f"{chosen.ram // 1_000_000}MB" if chosen.ram else None}
     return command("finetune", name, **options) + "".join(f" --set {shlex.quote(one)}" for one in asked.overrides)
-
-
-def summary(found: dict[str, Any]) -> str:
-    """The same for a person, and the next command."""
-    pinned = found["model"].partition("@")[0] + (f"@{found['commit'][:8]}" if found["commit"] else "")
-    lines = [
-        f"{pinned}: {show_size(found['weights'])} in {found['dtype']}, {found['layers']} layers of up to {show_size(found['largest_layer'])}; "
-        f"{found['gate_parameters']:,} gate parameters",
-        f"Recipe {found['recipe']}, scope {found['scope']}: {found['steps']:,} steps of {found['tokens_a_step']:,} tokens, "
-        f"rows of {found['sequence']:,}, {found['micro_batch']} at a time",
-        "",
-        *_table(found),
-        "",
-        *(
-            f"{_title(mode)}: {', '.join(f'{name} {show_size(size)}' for name, size in {**mode['on_device'], **mode['in_host']}.items())}"
-            for mode in found["modes"]
-            if not mode["why"]
-        ),
-        *(f"{_title(mode)}: {mode['why']}" for mode in found["modes"] if mode["why"]),
-        "",
-        *_told(found),
-    ]
-    return "\n".join([*lines, *([f"Next: {found['next']}"] if found["next"] else [])])
-
-
-def _title(mode: dict[str, Any]) -> str:
-    return f"{mode['mode']} on {mode['devices']}" if "devices" in mode else mode["mode"]
-
-
-def _table(found: dict[str, Any]) -> list[str]:
-    apart = found["host_free"] is not None
-    head = [
-        "",
-        "device memory" if apart else "memory",
-        "host memory",
-        "read a step",
-        "a step",
-        f"{found['steps']:,} steps",
-        "fits",
-    ]
-    rows = [head]
-    for mode in found["modes"]:
-        if mode["why"]:
-            rows.append([_title(mode), "", "", "", "", "", "no"])
-            continue
-        seconds = mode["seconds_a_step"]
-        slowest = max(seconds, key=lambda what: seconds[what]) if seconds else ""
-        rows.append([
-            _title(mode),
-            show_size(mode["device"]),
-            show_size(mode["host"]) if apart else "",
-            show_size(mode["read_a_step"]) if mode["read_a_step"] else "",
-            f"{seconds[slowest]:.3g} s ({slowest})" if seconds else "?",
-            _duration(3600 * mode["hours"]) if seconds else "?",
-            _fit(mode),
-        ])  # fmt: skip
-    columns = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    wide = {i: max(len(row[i]) for row in rows) for i in columns}
-    return [
-        "  ".join(row[i].ljust(wide[i]) if not i else row[i].rjust(wide[i]) for i in columns).rstrip() for row in rows
-    ]
-
-
-def _fit(mode: dict[str, Any]) -> str:
-    if mode["fits"]:
-        return "yes"
-    return f"with {' '.join(mode['with'])}" if mode["with"] else "no"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
-
-
-def _told(found: dict[str, Any]) -> list[str]:
-    """What the figures rest on."""
-    measured, host = found["measured"], found["host_free"]
-    free = f"{show_size(found['device_free'])} of memory" if host is None else (
-        f"{show_size(found['device_free'])} on the device, {show_size(host)} of host memory"
-    )  # fmt: skip
-    rates_told = [f"disk {show_size(measured['disk'])}/s ({measured['io']})"]
-    rates_told += [f"memory to device {show_size(measured['link'])}/s"] if measured["link"] else []
-    rates_told += [f"{measured['flops'] / 1e9:,.0f} GFLOP/s in the experts' products"] if measured["flops"] else []
-    assumed = ["reads, copies and arithmetic overlap", "all arithmetic runs at one rate"]
-    if measured["flops"] is None:
-        assumed[1:] = [f"{show_size(_LINK)}/s to the device", "arithmetic takes no time"]
-    lines = [
-        f"Planned for {found['device']}: {free}",
-        f"Measured here: {', '.join(rates_told)}",
-        f"Assumed: {'; '.join(assumed)}. So times are the least; measuring before and after comes on top.",
-    ]
-    if found["disk"]["needed"]:
-        lines.append(
-            f"To be downloaded to {found['disk']['folder']}: {show_size(found['disk']['needed'])} ({show_size(found['disk']['free'])} free)"
-        )
-    if found["absent"]:
-        lines.append(f"From config.json alone ({found['absent']}): files are taken to hold what it names")
-    return lines

@@ -140,6 +140,15 @@ class Handler(BaseHTTPRequestHandler):
         fixed = {"id": repo, "private": found.private, "gated": "auto" if found.gated else False, "tags": []}
         self._json({**fixed, "sha": sha, "siblings": siblings, "cardData": _card_data(files)})
 
+    def list_models(self) -> None:
+        """Those that carry every asked tag; tags are what the card says, and its base as the Hub writes it."""
+        wanted, found = {*self.query.get("filter", [])}, []
+        for (kind, repo), held in self.server.repos.items():
+            files = held.commits[held.refs["main"]]
+            if kind == "model" and wanted <= (tags := _tags(files)) and (not held.private or self._owns(repo)):
+                found.append({"id": repo, "tags": sorted(tags), "private": held.private})
+        self._json(found[: int(self.query.get("limit", ["1000"])[0])])
+
     def auth_check(self, kind: str, repo: str) -> None:
         self._readable(self._repo(kind, repo))
         self._json({})
@@ -311,6 +320,7 @@ _API, _ID = r"/api/(?P<kind>models|datasets)/(?P<repo>[^/]+/[^/]+)", r"(?P<repo>
 _ROUTES: list[tuple[str, Callable[..., None]]] = [
     (r"/api/whoami-v2", Handler.whoami),
     (r"/api/repos/create", Handler.create),
+    (r"/api/models", Handler.list_models),
     (r"/api/validate-yaml", lambda handler: handler._json({"errors": [], "warnings": []})),
     (rf"{_API}(?:/revision/(?P<revision>[^/]+))?", Handler.info),
     (rf"{_API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.+))?", Handler.tree),
@@ -341,6 +351,12 @@ def etag(path: str, data: bytes) -> str:
 def _card_data(files: Mapping[str, bytes]) -> dict | None:
     parts = files.get("README.md", b"").decode(errors="replace").split("---\n", 2)
     return yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
+
+
+def _tags(files: Mapping[str, bytes]) -> set[str]:
+    card = _card_data(files) or {}
+    base, relation = card.get("base_model"), card.get("base_model_relation")
+    return {*card.get("tags", []), *([f"base_model:{base}", f"base_model:{relation}:{base}"] if base else [])}
 
 
 def _folder_entry(path: str) -> dict:

@@ -14,6 +14,7 @@ from loopback_hub import LoopbackHub
 from remoe_cli import memory, plan
 from remoe_cli.errors import RunError
 from remoe_cli.hub.checkpoint import Checkpoint
+from remoe_cli.hub.download import RemoteFile
 from remoe_cli.recipe import override, Recipe
 from remoe_cli.train import needs, rates
 from remoe_cli.train.rates import Rates
@@ -147,8 +148,8 @@ def test_only_headers_of_a_hub_model_are_read(tmp_path):
 
 def test_a_disk_without_room_is_refused(tmp_path, monkeypatch, folders):
     found = plan.fetch_config(str(folders("mixtral")))
-    absent = {"model.safetensors": plan.RemoteFile(10**9, None, None)}
-    monkeypatch.setattr(plan, "_weight_files", lambda *_: ([], absent))
+    absent = {"model.safetensors": RemoteFile(10**9, None, None)}
+    monkeypatch.setattr(plan, "weight_files_here", lambda *_: ([], absent))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9 - 1))
     done = plan.plan(found.id)
     assert "needs 1 GB more on the disk of" in done["refusal"]["message"] and done["chosen"] is None
@@ -157,7 +158,7 @@ def test_a_disk_without_room_is_refused(tmp_path, monkeypatch, folders):
 def test_bad_input(folders, remoe, tmp_path):
     folder = folders("mixtral")
     for options, words in (
-        (("--for", "decode"), "--for is finetune, not 'decode'"),
+        (("--for", "serve"), "--for is finetune or decode, not 'serve'"),
         (("--device-memory", "8 apples"), "--device-memory takes a size such as 8GB"),
         (("--ram", "-1"), "--ram takes a size"),
         (("--recipe", "nope"), "no recipe 'nope'"),

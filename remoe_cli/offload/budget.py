@@ -34,10 +34,10 @@ class _Need(NamedTuple):
         return self.dense + max(self.slots + self.ram + self.host + self.tokens, self.loading) + WORKING_ROOM
 
 
-def decoder_bytes(dense: int, slots: int, loading: int) -> int:
-    """Bytes that a decoder takes before any token, without a RAM tier or staging. dense, slots: bytes of the weights outside the
-    experts and of all slots; loading: of the largest of those weights as it is stored."""
-    return _Need(0, dense, slots, 0, 0, loading).total
+def decoder_bytes(dense: int, slots: int, loading: int, host: int = 0, tokens: int = 0) -> int:
+    """Bytes that a decoder takes without a RAM tier or staging. dense, slots: bytes of the weights outside the experts and of
+    all slots; loading: of the largest of those weights as it is stored; host: on the way to slots; tokens: of requests."""
+    return _Need(tokens, dense, slots, 0, host, loading).total
 
 
 def require(

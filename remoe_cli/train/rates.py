@@ -5,7 +5,7 @@ import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from remoe_cli.errors import RunError
 from remoe_cli.offload.arena import Arena, PAGE
+from remoe_cli.offload.compute import compute_threads, linear, running
 from remoe_cli.offload.layout import Image, Window
 from remoe_cli.offload.store import ExpertStore
 
@@ -23,6 +24,9 @@ _READ = 33_554_432  # bytes of a read, as of a layer
 _READERS = 2
 _STAND_IN = 268_435_456  # bytes of the file that is read in the place of a model which is not here yet
 _COPY = 268_435_456  # bytes, more than a processor's caches hold
+_PRODUCT = (
+    8_388_608  # bytes of the weights of one product: few enough to fit an expert, enough for the call to cost nothing
+)
 
 
 class Rates(NamedTuple):
@@ -41,11 +45,17 @@ def disk_rate(folder: Path, files: Sequence[Path], seconds: float) -> tuple[floa
 
     Raises RunError where that cannot be written, CheckpointError where a file cannot be read.
     """
-    large = [file for file in files if file.stat().st_size >= 2 * _READ]
-    if large:
-        return _read_rate(large, seconds)
-    with _stand_in(folder) as file:
-        return _read_rate([file], seconds)
+    (rate,), io = disk_rates(folder, files, seconds, _READ, 1)
+    return rate, io
+
+
+def disk_rates(folder: Path, files: Sequence[Path], seconds: float, nbytes: int, times: int) -> tuple[list[float], str]:
+    """As `disk_rate` with reads of `nbytes`, 32 MB at most, in whole pages; `times` rates, each of an equal part of the time."""
+    size = min(-(-nbytes // PAGE) * PAGE, _READ)
+    large = [file for file in files if file.stat().st_size >= 2 * size]
+    with nullcontext(large) if large else _stand_in(folder) as read:
+        found = [_read_rate(read, seconds / times, size) for _ in range(times)]
+    return [rate for rate, _ in found], found[0][1]
 
 
 def copy_rate(device: str, seconds: float) -> float:
@@ -87,9 +97,25 @@ def _per_second(work: Callable[[], object], device: str, seconds: float) -> floa
     return done / (perf_counter() - start)
 
 
-def _read_rate(files: Sequence[Path], seconds: float) -> tuple[float, str]:
+def weight_rate(hidden: int, dtype: torch.dtype, device: str, seconds: float) -> float:
+    """Bytes of weights a second that one token goes through, in products with [inner, hidden] as the decoder makes them, with
+    its threads."""
+    inner = max(1, _PRODUCT // (hidden * dtype.itemsize))
+    one = torch.full((inner, hidden), 0.01, dtype=dtype, device=device)
+    weights = [one.clone() for _ in range(max(1, _COPY // one.nbytes))]
+    x = torch.full((1, hidden), 0.01, dtype=dtype, device=device)
+
+    def every() -> None:
+        for weight in weights:
+            linear(x, weight)
+
+    with running(torch.device(device), compute_threads(None)):
+        return len(weights) * one.nbytes * _per_second(every, device, seconds)
+
+
+def _read_rate(files: Sequence[Path], seconds: float, nbytes: int) -> tuple[float, str]:
     sizes = [file.stat().st_size for file in files]
-    rows = Arena(_READERS, _READ)
+    rows = Arena(_READERS, nbytes)
     store = ExpertStore(files)
     begin = perf_counter()
 
@@ -97,8 +123,8 @@ def _read_rate(files: Sequence[Path], seconds: float) -> tuple[float, str]:
         draw, moved = random.Random(reader), 0
         while perf_counter() - begin < seconds or not moved:
             (file, size) = draw.choices(list(zip(files, sizes)), sizes)[0]
-            offset = draw.randrange((size - _READ) // PAGE) * PAGE
-            moved += store.read(Image((Window(file, offset, _READ, _READ, 0),), ()), rows.buffer(reader))[0]
+            offset = draw.randrange((size - nbytes) // PAGE) * PAGE
+            moved += store.read(Image((Window(file, offset, nbytes, nbytes, 0),), ()), rows.buffer(reader))[0]
         return moved
 
     try:
@@ -110,7 +136,7 @@ def _read_rate(files: Sequence[Path], seconds: float) -> tuple[float, str]:
 
 
 @contextmanager
-def _stand_in(folder: Path) -> Iterator[Path]:
+def _stand_in(folder: Path) -> Iterator[list[Path]]:
     """A file of random bytes on the disk, gone afterwards."""
     block = os.urandom(_READ)
     try:
@@ -120,6 +146,6 @@ def _stand_in(folder: Path) -> Iterator[Path]:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-            yield Path(file.name)
+            yield [Path(file.name)]
     except OSError as error:
         raise RunError(f"the disk at {folder} cannot be measured ({error.strerror}).", f"df {folder}") from None
