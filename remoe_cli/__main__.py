@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from threading import Timer
 from types import FrameType
 
@@ -43,6 +44,7 @@ def _run() -> None:
     except RemoeError as error:
         if _interrupts:
             raise
+        _where(error)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except BrokenPipeError:
@@ -53,15 +55,25 @@ def _run() -> None:
 
         if _interrupts or not out_of_memory(error):
             raise
+        _where(error)
         smaller = "finetune: --set train.micro_batch=1 or a smaller train.sequence; decode: a smaller --cache"
         print(f"error: out of memory; nothing was changed. Try: less at once ({smaller})", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         if _interrupts or error.strerror is None:
             raise
+        _where(error)
         name = f" ({str(error.filename)[:200]!r})" if error.filename else ""
         print(f"error: {error.strerror}{name}. Try: another path, or mend this one", file=sys.stderr)
         sys.exit(1)
+
+
+def _where(error: BaseException) -> None:
+    """With --verbose: the way to the error, before its line."""
+    from remoe_cli import console
+
+    if console.verbose():
+        traceback.print_exception(error)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -1,6 +1,7 @@
 """What a person reads while work goes on: notes and progress, on stderr only."""
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -18,19 +19,52 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+_usual = Console(stderr=True, highlight=False, soft_wrap=True)
+_silent = Console(quiet=True, force_terminal=False)
+_stderr = _usual
+_began: float | None = None  # with --verbose
+
+
+def say_as_usual() -> None:
+    """Notes and progress, without details."""
+    global _stderr, _began
+    _began = None
+    if _stderr is _silent:
+        _stderr = _usual
+
+
+def say_less() -> None:
+    """--quiet: no notes and no progress from now on; errors and data only."""
+    global _stderr
+    _stderr = _silent
+
+
+def say_more() -> None:
+    """--verbose: notes carry the seconds since now, details are said, errors come with where they were raised."""
+    global _began
+    _began = time.monotonic()
+
+
+def verbose() -> bool:
+    return _began is not None
 
 
 def mute() -> None:
     """Nothing but errors is said from now on, on either stream."""
     global _stderr
-    _stderr = Console(file=open(os.devnull, "w"), force_terminal=False)  # noqa: SIM115  until the process ends
+    _stderr = _silent
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def note(text: str) -> None:
     """One line for a person; scripts read stdout and never see it."""
-    _stderr.print(text, markup=False)
+    _stderr.print(text if _began is None else f"{time.monotonic() - _began:7.2f} s  {text}", markup=False)
+
+
+def detail(text: str) -> None:
+    """A note that is said with --verbose only."""
+    if _began is not None:
+        note(text)
 
 
 def live() -> Console | None:
@@ -85,6 +119,11 @@ def progress(title: str, total: int, in_bytes: bool = False, already: int = 0) -
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def width(without: int = 120) -> int:
+    """Columns for tables: the terminal's ($COLUMNS where that is set), or so many in a pipe or a file."""
+    return shutil.get_terminal_size((without, 24)).columns
 
 
 def data(text: str) -> None:

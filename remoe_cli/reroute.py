@@ -1,12 +1,12 @@
 """remoe reroute: what cache-aware rerouting costs in perplexity and saves in loads, on held-out text."""
 
-import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from remoe_cli import console
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import Replay, replay
 from remoe_cli.cache.expert_cache import ADMISSIONS
@@ -27,6 +27,7 @@ from remoe_cli.offload.store import one_expert_bytes
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED
 from remoe_cli.report.figures import text_figures
+from remoe_cli.report.renderers.grid import grid
 from remoe_cli.report.rows import number
 from remoe_cli.trace import check_texts
 from remoe_cli.train.data import load_tokenizer
@@ -222,11 +223,16 @@ QUALITY = 6  # columns about what the model says; those about the cache follow
 
 def summary(done: dict[str, Any], width: int | None = None) -> str:
     """The table for a person, in two blocks where `width` is too little for one; by default the terminal's, 120 without."""
-    width = width or shutil.get_terminal_size((120, 24)).columns
-    cells = [HEAD, *(_cells(row) for row in done["strengths"])]
-    lines = _table(cells)
-    if max(map(len, lines)) > width:
-        lines = [*_table([row[:QUALITY] for row in cells]), "", *_table([(row[0], *row[QUALITY:]) for row in cells])]
+    width = width or console.width()
+    cells = [_cells(row) for row in done["strengths"]]
+    lines = grid(HEAD, cells, width, align=str.rjust)
+    if len(lines) > 1 + len(cells):
+        about_cache = [(row[0], *row[QUALITY:]) for row in (HEAD, *cells)]
+        lines = [
+            *grid(HEAD[:QUALITY], [row[:QUALITY] for row in cells], width, align=str.rjust),
+            "",
+            *grid(about_cache[0], about_cache[1:], width, align=str.rjust),
+        ]
     named = done["model"] + (f" with {done['delta']}" if done["delta"] else "")
     match = all(row["counts_match"] for row in done["strengths"])
     rows, requests = done["rows"], done["requests"]
@@ -243,12 +249,7 @@ def summary(done: dict[str, Any], width: int | None = None) -> str:
         "simulated: misses of the trace that ran, replayed. Hits, misses and evictions "
         + ("are equal in every row." if match else "DIFFER: please report it."),
     )
-    return "\n".join([*lines, "", *(textwrap.fill(one, max(40, width), break_on_hyphens=False) for one in notes)])
-
-
-def _table(cells: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join([*lines, "", *(textwrap.fill(one, width, break_on_hyphens=False) for one in notes)])
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

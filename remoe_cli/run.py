@@ -13,6 +13,7 @@ from typing import Any
 from remoe_cli import atomic
 from remoe_cli.errors import RunError
 from remoe_cli.recipe import read, Recipe
+from remoe_cli.report.renderers.grid import grid
 
 try:
     import fcntl
@@ -272,7 +273,7 @@ def row(run: Run) -> dict[str, Any]:
     }
 
 
-def table(found: Sequence[Run]) -> str:
+def table(found: Sequence[Run], width: int = 120) -> str:
     """Lines for a person, the oldest run first."""
     if not found:
         return f"No runs in {ROOT.resolve()}. Next: remoe finetune demo"
@@ -295,8 +296,7 @@ def table(found: Sequence[Run]) -> str:
                 f"{facts['bytes'] / 1e6:.1f} MB",
             )
         )
-    widths = [max(len(line[i]) for line in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in rows)
+    return "\n".join(grid(rows[0], rows[1:], width))
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import error_sites
 import pytest
 import tiny_models
 import torch
@@ -75,6 +76,7 @@ def remoe(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("REMOE_CONFIG", os.devnull)
     return Remoe(capsys, monkeypatch)
 
 
@@ -118,6 +120,27 @@ def pytest_configure() -> None:
     """A shell's background job starts with Ctrl-C ignored, and Python then raises no KeyboardInterrupt; tests send it."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    error_sites.folder()
+    error_sites.record()
+    recorder = str(Path(__file__).parent / "recorder")
+    if recorder not in (paths := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([recorder, *filter(None, paths)])
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """After a whole suite that passed: an error that no test provoked, and that is not listed, makes it fail."""
+    config = session.config
+    whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not (
+        config.option.keyword or config.option.markexpr
+    )
+    if hasattr(config, "workerinput") or not whole or exitstatus:
+        return
+    unseen, listed = error_sites.unseen(error_sites.folder()), error_sites.listed()
+    if os.environ.get("REMOE_ERRORS") == "shrink":
+        error_sites.write(sorted({*unseen} & {*listed}))
+    if missing := sorted({*unseen} - {*listed}):
+        print(f"\n{len(missing)} errors that no test provokes (tests/error_sites.py):", *missing, sep="\n  ")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -131,8 +131,9 @@ def test_a_domain_is_not_named_twice(report, name, source, shown):
     assert f"Domains: {shown}, 4 requests," in markdown(other)
 
 
-def test_the_terminal_table_fits_110_columns(report):
-    assert max(map(len, terminal(report).splitlines())) <= 110
+@pytest.mark.parametrize("width", [110, 80, 40])
+def test_the_terminal_table_fits(report, width):
+    assert max(map(len, terminal(report, width).splitlines())) <= width
 
 
 def test_cells_hang_together(report):

@@ -1,14 +1,12 @@
 """Every command: options -> one verb -> print. Heavy imports stay inside the commands, so that --help is quick."""
 
-from typing import Annotated
-
 import typer
 
-from remoe_cli import __version__
 from remoe_cli.cli.apply import apply
 from remoe_cli.cli.chat import chat
 from remoe_cli.cli.decode import decode
 from remoe_cli.cli.delta import diff, inspect, merge
+from remoe_cli.cli.doctor import doctor
 from remoe_cli.cli.eval import evaluate
 from remoe_cli.cli.finetune import finetune
 from remoe_cli.cli.generate import generate
@@ -18,11 +16,13 @@ from remoe_cli.cli.push import pull, push
 from remoe_cli.cli.replay import replay
 from remoe_cli.cli.report import report
 from remoe_cli.cli.reroute import reroute
+from remoe_cli.cli.root import Root, root
 from remoe_cli.cli.runs import recipes, runs
 from remoe_cli.cli.sweep import sweep
 from remoe_cli.cli.trace import trace
 
 app = typer.Typer(
+    cls=Root,
     help="Make Mixture-of-Experts models cacheable by tuning only their router gates; measure the gain on your own machine.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -30,22 +30,7 @@ app = typer.Typer(
     epilog="Start: remoe finetune demo && remoe eval --cache 8,12 && remoe push --to out",
 )
 
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"remoe {__version__}")
-        raise typer.Exit()
-
-
-@app.callback()
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
+app.callback()(root)
 app.command()(finetune)
 app.command("eval")(evaluate)
 app.command()(report)
@@ -61,6 +46,7 @@ app.command()(chat)
 app.command()(pack)
 app.command()(plan)
 app.add_typer(trace, name="trace")
+app.command()(doctor)
 app.command()(replay)
 app.command()(reroute)
 app.command()(sweep)

@@ -154,8 +154,8 @@ def decode(
     Several values of --cache, --batch, --tokens or --throttle, with commas between them, make one table of every combination.
     """
     from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
-    from remoe_cli.report.renderers.decode import summary
+    from remoe_cli.console import note, width
+    from remoe_cli.report.renderers.decode import summary, WIDTH
 
     note("Loading torch and transformers")
     from remoe_cli import decode as verb
@@ -168,4 +168,4 @@ def decode(
         device=device, reroute=reroute, forced=forced, beside_base=beside_base,
     )  # fmt: skip
     done = verb.decode(model, asked)
-    print_data(json.dumps(done) if as_json else summary(done))
+    print_data(json.dumps(done) if as_json else summary(done, width(WIDTH)))

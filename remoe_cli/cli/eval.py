@@ -94,7 +94,7 @@ def evaluate(
     from remoe_cli import evaluate as verb
     from remoe_cli import show
     from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
+    from remoe_cli.console import note, width
     from remoe_cli.measure.decode_options import Measuring
     from remoe_cli.measure.tasks import TaskOptions
     from remoe_cli.report.regressions import check_percent, regressions
@@ -119,7 +119,7 @@ def evaluate(
         tasks=TaskOptions(tasks, limit, few_shot, chat_template, run_code),
     )
     show.write(report, Path(report["run"], show.PAGE))
-    print_data(json.dumps(report) if as_json else f"{terminal(report)}\n{verdict(report)}")
+    print_data(json.dumps(report) if as_json else f"{terminal(report, width(110))}\n{verdict(report)}")
     where = shlex.quote(report["run"])
     note(
         f"Written: {where}/report.json and, with pictures, {where}/{show.PAGE}. Next: remoe push --to FOLDER, or remoe push {where} you/your-delta"

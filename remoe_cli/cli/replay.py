@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from shutil import get_terminal_size
 from typing import Annotated, Optional
 
 import typer
@@ -81,6 +80,7 @@ def replay(
     """
     from remoe_cli import replay as verb
     from remoe_cli.console import data as print_data
+    from remoe_cli.console import width
     from remoe_cli.report.renderers.replay import figure_tables, replay_table
 
     asked = verb.Asked(
@@ -107,7 +107,6 @@ def replay(
     if as_json:
         print_data(json.dumps(result))
         return
-    width = get_terminal_size((120, 24)).columns
-    print_data(replay_table(result, width))
+    print_data(replay_table(result, width()))
     if figures:
-        print_data("\n" + figure_tables(result, width))
+        print_data("\n" + figure_tables(result, width()))

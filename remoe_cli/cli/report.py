@@ -32,9 +32,9 @@ def report(
     """
     from remoe_cli import show as verb
     from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
+    from remoe_cli.console import note, width
     from remoe_cli.report.renderers.terminal import terminal
 
     done = verb.show(names or [], out)
-    print_data(json.dumps(done.report) if as_json else f"{terminal(done.report)}\n{done.verdict}")
+    print_data(json.dumps(done.report) if as_json else f"{terminal(done.report, width(110))}\n{done.verdict}")
     note(f"Written: {', '.join(map(str, done.written))}")

@@ -62,8 +62,8 @@ def sweep(
     The same command again goes on after Ctrl-C or a crash: runs and rerouted cells that are there are taken.
     """
     from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
-    from remoe_cli.report.renderers.sweep import summary
+    from remoe_cli.console import note, width
+    from remoe_cli.report.renderers.sweep import summary, WIDTH
     from remoe_cli.report.sweep_options import Asked
     from remoe_cli.run import sweep_folder
 
@@ -77,7 +77,7 @@ def sweep(
     from remoe_cli import sweep as verb
 
     done = verb.sweep(model, asked, out=out or sweep_folder(model), device=device)
-    print_data(json.dumps(done) if as_json else summary(done))
+    print_data(json.dumps(done) if as_json else summary(done, width(WIDTH)))
     note(f"Written: {done['folder']}/sweep.json")
 
 

@@ -5,18 +5,18 @@ from io import StringIO
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from remoe_cli.report.renderers.grid import grid
 from remoe_cli.report.rows import megabytes, number, percent
 from remoe_cli.sizes import show_size
 
 Row = dict[str, Any]
-_WIDTH = 200  # a figure that is cut to fit is no figure
+WIDTH = 200  # in a file; a figure that is cut to fit is no figure
 
 
-def summary(done: dict[str, Any]) -> str:
+def summary(done: dict[str, Any], width: int = WIDTH) -> str:
     if len(done["rows"]) > 1:
-        return sweep(done)
+        return sweep(done, width)
     row, conditions = done["rows"][0], done["conditions"]
     lines = [*_texts(row["texts"]), "", _cache(row, done["requested"]["cache"]), _loads(row, conditions)]
     if others := _others(done):
@@ -34,20 +34,17 @@ def summary(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def sweep(done: dict[str, Any]) -> str:
+def sweep(done: dict[str, Any], width: int = WIDTH) -> str:
     """One row a combination; settings that do not vary stand below."""
     rows, conditions = done["rows"], done["conditions"]
     varied = {name: show for name, show in {**_SETTINGS, **_RUNS}.items() if len({row[_key(name)] for row in rows}) > 1}
     left_out = {name for name, key in _WHERE.items() if not any(row.get(key) for row in rows)}
     figures = {name: show for name, show in _FIGURES.items() if name not in left_out}
     columns = {**varied, **figures, **({"of floor": _of_floor} if rows[0]["floor"] is not None else {})}
-    view = Table(box=None, pad_edge=False, show_edge=False)
-    for name in columns:
-        view.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        view.add_row(*(show(row) for show in columns.values()))
-    out = Console(file=StringIO(), width=_WIDTH, highlight=False)
-    out.print(view)
+    out = Console(file=StringIO(), width=width, highlight=False)
+    cells = [[show(row) for show in columns.values()] for row in rows]
+    for line in grid([*columns], cells, width, left=len(varied), align=str.rjust):
+        out.print(line, markup=False)
     fixed = [f"{name} {show(rows[0])}" for name, show in _SETTINGS.items() if name not in varied]
     prompts = conditions["prompt_tokens"]
     lengths = f"{min(prompts)}" if min(prompts) == max(prompts) else f"{min(prompts)} to {max(prompts)}"

@@ -2,24 +2,23 @@
 
 from collections.abc import Callable, Sequence
 from io import StringIO
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
+from remoe_cli.report.renderers.grid import grid
 from remoe_cli.report.rows import megabytes, number, percent
 
-_WIDTH = 200  # a figure that is cut to fit is no figure
+WIDTH = 200  # in a file; a figure that is cut to fit is no figure
 _MOST = 40  # rows
 Row = dict[str, Any]
 
 
-def summary(done: dict[str, Any]) -> str:
-    out = Console(file=StringIO(), width=_WIDTH, highlight=False)
-    out.print(_table(_ARMS, done["arms"]))
-    out.print()
-    out.print(_table(_cell_columns(done), _shown(done["cells"])))
-    for line in ["", *_lines(done)]:
+def summary(done: dict[str, Any], width: int = WIDTH) -> str:
+    out = Console(file=StringIO(), width=width, highlight=False)
+    tables = [_table(_ARMS, done["arms"], width), [""], _table(_cell_columns(done), _shown(done["cells"]), width)]
+    for line in [*chain(*tables), "", *_lines(done)]:
         out.print(line, markup=False)
     return out.file.getvalue()  # type: ignore[attr-defined]
 
@@ -36,13 +35,10 @@ def _is_plain(cell: Row) -> bool:
     return (cell["policy"], cell["admission"], cell["bonus"]) == ("lru", "forced", 0)
 
 
-def _table(columns: dict[str, Callable[[Row], str]], rows: Sequence[Row]) -> Table:
-    view = Table(box=None, pad_edge=False, show_edge=False)
-    for place, name in enumerate(columns):
-        view.add_column(name, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        view.add_row(*(show(row) for show in columns.values()))
-    return view
+def _table(columns: dict[str, Callable[[Row], str]], rows: Sequence[Row], width: int) -> list[str]:
+    names = [*columns]
+    left = names.index("perplexity")  # what a row is comes before its figures
+    return grid(names, [[show(row) for show in columns.values()] for row in rows], width, left)
 
 
 def _cell_columns(done: dict[str, Any]) -> dict[str, Callable[[Row], str]]:
