@@ -33,10 +33,11 @@ from remoe_cli.measure.decode_options import (
     rule_of,
     shorter_of,
 )
-from remoe_cli.measure.decoded import figures, nll
+from remoe_cli.measure.decoded import by_session, figures, nll
 from remoe_cli.measure.prompts import default_recipe, lay_out, load_in_order
-from remoe_cli.offload import DecodedBatch, Floor, OffloadedDecoder
+from remoe_cli.offload import Decoded, DecodedBatch, Floor, OffloadedDecoder, take_turns
 from remoe_cli.offload.compute import compute_threads
+from remoe_cli.offload.small import has_kernel, UNPACKED
 from remoe_cli.report.metrics import ratio
 from remoe_cli.sizes import show_size
 from remoe_cli.train.data import load_tokenizer
@@ -136,7 +137,7 @@ def opened(model: str, asked: Asked, found: Ready, longest: int) -> Iterator[tup
         decoder = OffloadedDecoder(
             found.checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=found.device,
             threads=compute_threads(asked.threads), settings=plan.settings, pack=asked.pack, batch=max(plan.batches),
-            tokens=longest * max(plan.batches),
+            tokens=longest * max(*plan.batches, asked.sessions),
         )  # fmt: skip
     with decoder:
         tuned: Change = {}, None
@@ -215,27 +216,33 @@ def _rows(
             run.capacity, run.policy, admission=run.admission, batch=batch, reroute=rule if run.reroute else None,
             settings=replace(decoder.settings, throttle=throttle),
         )  # fmt: skip
-        done: list[DecodedBatch] = []
+        done: list[Decoded | DecodedBatch] = []
         floors: list[Floor] = []
         ids: list[list[int]] = []
         losses: list[torch.Tensor] = []
-        for at in range(0, len(prompts.ids), batch):
-            forced = prompts.forced and prompts.forced[at : at + batch]
-            one = decoder.decode_batch(
-                prompts.ids[at : at + batch], n_new, forced=forced, sampling=plan.sampling, keep_logits=asked.forced
-            )
-            done.append(one._replace(logits=None))
-            ids += one.ids
-            if one.logits is not None:
-                losses.append(nll(one.logits, one.ids))
-            if asked.floor:
-                floors.append(decoder.floor(one))
-            tokens += batch * n_new
+        for at in range(0, len(prompts.ids), batch * asked.sessions):
+            rows = slice(at, at + batch * asked.sessions)
+            forced = prompts.forced and prompts.forced[rows]
+            how: dict[str, Any] = {"forced": forced, "sampling": plan.sampling, "keep_logits": asked.forced}
+            if asked.sessions > 1:
+                ran: Sequence[Decoded | DecodedBatch] = take_turns(decoder, prompts.ids[rows], n_new, **how)
+            else:
+                ran = [decoder.decode_batch(prompts.ids[rows], n_new, **how)]
+            for one in ran:
+                done.append(one._replace(logits=None))
+                its_ids = one.ids if isinstance(one, DecodedBatch) else [one.ids]
+                ids += its_ids
+                if one.logits is not None:
+                    logits_BNV = one.logits if isinstance(one, DecodedBatch) else one.logits[None]
+                    losses.append(nll(logits_BNV, its_ids))
+                if asked.floor:
+                    floors.append(decoder.floor(one))
+                tokens += len(its_ids) * n_new
             if bar is not None:
                 bar.update(tokens, f"  {tokens / max(monotonic() - begin, 1e-3):.1f} tokens/s")
         return {
             "gates": asked.delta if run.tuned and asked.delta else "base", "capacity": decoder.capacity, "policy": run.policy,
-            "admission": run.admission, "batch": batch, "new_tokens": n_new, "reroute": run.reroute, **asdict(decoder.settings),
+            "admission": run.admission, "batch": batch, "new_tokens": n_new, "reroute": run.reroute, "sessions": by_session(done, asked.sessions), **asdict(decoder.settings),
             **figures(decoder, done, floors), "perplexity": torch.cat(losses).mean().exp().item() if losses else None,
             "texts": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
         }  # fmt: skip
@@ -259,7 +266,9 @@ def _rows(
 
 
 def taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
-    """Where there is no use for as much as was asked for."""
+    """What is not as it was asked for, or not as quick as it could be."""
+    if decoder.small and not has_kernel(decoder.device.type, decoder.dtype):
+        yield UNPACKED
     if (most := max(plan.capacities)) > decoder.n_experts:
         yield f"--cache {most} is taken as {decoder.n_experts}: these are all experts of a layer"
     if (ram := decoder.settings.ram) < plan.settings.ram:
@@ -309,7 +318,7 @@ def _prompts(
         texts, source = load_in_order(
             asked.prompts, recipe, tokenizer, asked.command(model, prompts="demo"), asked.delta
         )
-        wanted = asked.requests or max(recipe.evaluate.measured, together)
+        wanted = asked.requests or max(recipe.evaluate.measured, together, asked.sessions)
         if wanted < together:
             raise UsageError(
                 f"--requests {wanted} is fewer than the {together} that --batch {asked.batch} takes together.",

@@ -29,6 +29,14 @@ Pack = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option(metavar="DIR", help="Read experts from what `remoe pack` wrote.", rich_help_panel=_FILES),
 ]
+Experts = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(
+        metavar="FORM",
+        help="What --pack must hold: stored, int8 or int4; anything else is refused.",
+        rich_help_panel=_FILES,
+    ),
+]
 Floor = Annotated[
     bool,
     typer.Option(
@@ -108,6 +116,14 @@ def decode(
             rich_help_panel=_CACHE,
         ),
     ] = "cold",
+    sessions: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Prompts that take turns, token by token, in one cache; with --warm carry.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = 1,
     reroute: Reroute = None,
     batch: Annotated[
         str, typer.Option(metavar="B[,B...]", help="Prompts decoded together.", rich_help_panel=_TEXTS)
@@ -125,6 +141,7 @@ def decode(
     readers: Readers = 2,
     io: Io = "direct",
     pack: Pack = None,
+    experts: Experts = None,
     floor: Floor = False,
     forced: Annotated[
         bool,
@@ -164,7 +181,7 @@ def decode(
     asked = Asked(
         cache, delta=delta, prompt=prompt, prompts=prompts, requests=requests, context=context, tokens=tokens,
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, policy=policy, admission=admission, warm=warm, ram=ram,
-        guess=guess, batch=batch, throttle=throttle, readers=readers, io=io, pack=pack, floor=floor, threads=threads,
+        guess=guess, batch=batch, sessions=sessions, throttle=throttle, readers=readers, io=io, pack=pack, experts=experts, floor=floor, threads=threads,
         device=device, reroute=reroute, forced=forced, beside_base=beside_base,
     )  # fmt: skip
     done = verb.decode(model, asked)

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from remoe_cli.cli.decode import Floor, Guess, Io, Pack, Ram, Readers, Reroute, Threads
+from remoe_cli.cli.decode import Experts, Floor, Guess, Io, Pack, Ram, Readers, Reroute, Threads
 from remoe_cli.cli.options import AsJson, Device
 from remoe_cli.errors import CacheError, UsageError
 
@@ -46,6 +46,7 @@ def evaluate(
     readers: Readers = 2,
     io: Io = "direct",
     pack: Pack = None,
+    experts: Experts = None,
     floor: Floor = False,
     threads: Threads = None,
     tasks: Annotated[
@@ -112,7 +113,7 @@ def evaluate(
         base=base,
         overrides=set_ or [],
         measure=measure,
-        measuring=Measuring(ram, guess, throttle, readers, io, pack, floor, reroute),
+        measuring=Measuring(ram, guess, throttle, readers, io, pack, experts, floor, reroute),
         threads=threads,
         device=device,
         plot=plot,

@@ -23,7 +23,8 @@ QUANTISED, SCALES = "quantised", "scales"
 
 class Piece(NamedTuple):
     """`nbytes` bytes from `offset` of `file` (dtype as safetensors writes it) are rows `start` to `start + shape[dim]`
-    along dimension `dim` of one expert's part. role: QUANTISED of a weight whose SCALES are the next piece, "" of any other."""
+    along dimension `dim` of one expert's part. role: QUANTISED (or a precision of offload.small, of a whole
+    part whose outputs are then `start`) of a weight whose SCALES are the next piece, "" of any other."""
 
     file: Path
     offset: int

@@ -14,6 +14,7 @@ from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, command, instead, MemoryShortError, UsageError
 from remoe_cli.families import KINDS
+from remoe_cli.offload.pack import check_form
 from remoe_cli.offload.sampling import Sampling
 from remoe_cli.offload.settings import IO, MOST_READERS, Settings, WARMS
 from remoe_cli.sizes import parse_rate, parse_size
@@ -46,10 +47,12 @@ class Asked:
     ram: str | None = None
     guess: int = 0
     batch: str = "1"
+    sessions: int = 1
     throttle: str | None = None
     readers: int = 2
     io: str = "direct"
     pack: Path | None = None
+    experts: str | None = None
     floor: bool = False
     threads: int | None = None
     device: str | None = None
@@ -98,6 +101,7 @@ class Measuring:
     readers: int = 2
     io: str = "direct"
     pack: Path | None = None
+    experts: str | None = None
     floor: bool = False
     reroute: str | None = None
 
@@ -109,6 +113,7 @@ class Measuring:
                 f"remoe eval measures one --throttle, not {self.throttle!r}; a sweep is remoe decode's.",
                 again(throttle="1GB/s"),
             )
+        check_form(self.pack, self.experts, again)
         settings = settings_of(self.ram, self.guess, self.readers, self.io, again)
         return replace(settings, throttle=throttles[0])
 
@@ -138,6 +143,7 @@ def plan_of(asked: Asked, model: str) -> Plan:
         raise UsageError(f"--admission is {' or '.join(ADMISSIONS)}, not {asked.admission!r}.", again(admission=None))
     if asked.warm not in WARMS:
         raise UsageError(f"--warm is {', '.join(WARMS[:-1])} or {WARMS[-1]}, not {asked.warm!r}.", again(warm=None))
+    check_form(asked.pack, asked.experts, again)
     if asked.floor and asked.warm == "carry":
         raise UsageError("--floor empties the cache that --warm carry keeps: take one.", again(warm=None))
     if asked.prompt is not None and asked.prompts is not None:
@@ -158,6 +164,7 @@ def plan_of(asked: Asked, model: str) -> Plan:
         sampled := [n for n in ("temperature", "top_p", "top_k", "seed") if getattr(asked, n) is not None]
     ):
         raise UsageError("--forced chooses no token, so nothing is drawn.", again(**dict.fromkeys(sampled)))
+    _check_sessions(asked, batches, again)
     if asked.beside_base and not asked.forced:
         raise UsageError("--beside-base compares the same tokens: it needs --forced.", again(forced=True))
     if asked.reroute is not None and batches[-1] > 1:
@@ -182,6 +189,29 @@ def plan_of(asked: Asked, model: str) -> Plan:
         settings_of(asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm),
         _sampling(asked, again),
     )
+
+
+def _check_sessions(asked: Asked, batches: Sequence[int], again: Again) -> None:
+    if asked.sessions < 1:
+        raise UsageError(f"--sessions is at least 1, not {asked.sessions}.", again(sessions=None))
+    if asked.sessions == 1:
+        return
+    if asked.warm != "carry":
+        raise UsageError(
+            "sessions take turns in one cache for all prompts: --sessions goes with --warm carry.", again(warm="carry")
+        )
+    if asked.prompts is None:
+        raise UsageError("--sessions takes a prompt of each: it needs --prompts.", again(prompt=None, prompts="demo"))
+    if batches[-1] > 1 or asked.reroute is not None:
+        other = "reroute" if asked.reroute is not None else "batch"
+        raise UsageError(
+            f"sessions run one token at a time, each its own: --sessions takes no --{other}.", again(**{other: None})
+        )
+    if choose(asked.policy).policy.refines:
+        raise UsageError(
+            f"--policy {asked.policy} loads ahead of a request's next token, and with --sessions another request's comes next.",
+            again(policy=None),
+        )
 
 
 def check_heads(policy: str, kinds: Collection[str], again: Again) -> None:

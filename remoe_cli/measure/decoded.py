@@ -57,6 +57,24 @@ def figures(
     }
 
 
+def by_session(done: Sequence[Decoded | DecodedBatch], sessions: int) -> list[dict[str, Any]] | None:
+    """What each place in the turn had of the shared cache: place s served the requests s, s + sessions, ... None for a single one."""
+    if sessions == 1:
+        return None
+    found = []
+    for place in range(min(sessions, len(done))):
+        its = done[place::sessions]
+        hits, misses = sum(one.counts.hits for one in its), sum(one.counts.misses for one in its)
+        waits = metrics.summary([1e3 * second for one in its for second in one.latency.itl_s])
+        steps = sum(len(one.latency.itl_s) for one in its)
+        found.append({
+            "requests": len(its), "steps": steps, "hits": hits, "misses": misses, "hit_ratio": metrics.ratio(hits, hits + misses),
+            "mb_a_token": metrics.ratio(sum(one.counts.decode.bytes for one in its) / 1e6, steps),
+            "itl_ms": waits and waits._asdict(),
+        })  # fmt: skip
+    return found
+
+
 def nll(logits_BNV: torch.Tensor, ids_BN: Sequence[Sequence[int]]) -> torch.Tensor:
     """[B * N] fp32 on the CPU, nats: the loss of each token that was fed, or would have been next."""
     ids = torch.tensor(ids_BN, device=logits_BNV.device).flatten()

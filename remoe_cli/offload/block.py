@@ -56,7 +56,8 @@ class Ledger:
 
 class ExpertBlock:
     """index: the layer's number among the MoE layers. `next`: the following MoE layer's block; of the last, the first's.
-    `heads`: those of all layers, or None. `bend`: of its choices towards residents, or None."""
+    `ledger`, `experts`, `weights`, `scores`: what is noted of the
+    request that runs. `heads`: those of all layers, or None. `bend`: of its choices towards residents, or None."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class ExpertBlock:
             self.cache = cache
             self._slots.clear()
             self._parts.clear()
-        self._ledger, self._through = ledger, through
+        self.ledger, self._through = ledger, through
         self.experts: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
         self.scores: dict[str, list[np.ndarray]] = {kind: [] for kind in scores}
@@ -143,7 +144,7 @@ class ExpertBlock:
         if self.bend is not None:
             score = self._gate.score
             routing += [self._gate.ranking(logits), score.log(logits).float(), score.probabilities(logits)]
-        guesses = self.guess and not self._ledger.in_prefill and self.next._index > self._index
+        guesses = self.guess and not self.ledger.in_prefill and self.next._index > self._index
         if guesses:  # what the next layer's gate would choose for this layer's hidden state
             routing += self.next._gate.read(self.next._route(x_NH))[1:]
         # one transfer, so that a GPU is waited for once a layer; float64 holds ids and weights exactly
@@ -157,12 +158,12 @@ class ExpertBlock:
         # caches see what the trace holds: float16
         weights_NK = np.take_along_axis(weight_NK, order_NK, -1).astype(np.float16)
         if self.bend is not None:
-            resident = None if self._ledger.in_prefill else self.cache.resident
+            resident = None if self.ledger.in_prefill else self.cache.resident
             own_NK = np.take_along_axis(weight_NK, order_NK, -1)
             ranked_NE, logs_NE, shares_NE = others[len(self.scores) :][:3]
             bent = self.bend.choose(ranked_NE, logs_NE, shares_NE, experts_NK, own_NK, resident)
             if bent is not None:
-                self._ledger.rerouted += len({*bent[0]} - {*experts_NK[0].tolist()})
+                self.ledger.rerouted += len({*bent[0]} - {*experts_NK[0].tolist()})
                 experts_NK, weights_NK = np.array([bent[0]], np.int16), bent[1][None].astype(np.float16)
                 choice_NK = experts_NK
                 _, weight, choice, *rest = self._routed
@@ -171,7 +172,7 @@ class ExpertBlock:
         self.experts.append(experts_NK)
         self.weights.append(weights_NK)
         self._choice_NK = choice_NK.astype(np.int64)
-        if self._ledger.in_prefill and not self._through:
+        if self.ledger.in_prefill and not self._through:
             self._touched = np.unique(self._choice_NK).tolist()
             self._leaving = {expert for expert in self._touched if expert not in self._slots}
             self._begin([expert for expert in self._touched if expert not in self._slots])
@@ -208,7 +209,7 @@ class ExpertBlock:
                 self._forget_guess(load)
                 misses.append(expert)
             else:
-                self._ledger.guessed += 1
+                self.ledger.guessed += 1
                 self._slots[expert], self._coming[expert] = load.slot, load
         for load in guesses.values():
             if self._tiers.withdraw(load):
@@ -224,21 +225,21 @@ class ExpertBlock:
         wanted = [e for e in dict.fromkeys(ranked) if e not in self._slots]
         room = max(0, min(self.guess - len(self._strays), self._pool.n_free))
         for expert in wanted[:room]:
-            load = self._tiers.begin(self._index, expert, self._pool.acquire(), self._ledger.count, guess=True)
+            load = self._tiers.begin(self._index, expert, self._pool.acquire(), self.ledger.count, guess=True)
             self._guesses[expert] = load
-            self._ledger.guesses += 1
-            self._ledger.loads[self._ledger.step].append((self._index, expert))
+            self.ledger.guesses += 1
+            self.ledger.loads[self.ledger.step].append((self._index, expert))
 
     def _forget_guess(self, load: Load) -> None:
         self._pool.release(load.slot)
-        self._ledger.guesses -= 1
-        self._ledger.loads[self._ledger.step].remove((self._index, load.expert))
+        self.ledger.guesses -= 1
+        self.ledger.loads[self.ledger.step].remove((self._index, load.expert))
 
     def refine_next(self) -> None:
         """Brings into the next layer what its policy foresees there, if it does: at this token or, after the last layer, in
         the first one at the next token, if there is one. The loads run behind those that are needed now."""
-        step = self._ledger.step + (self.next._index <= self._index)
-        if self.cache.policy.refines and step < len(self._ledger.loads):
+        step = self.ledger.step + (self.next._index <= self._index)
+        if self.cache.policy.refines and step < len(self.ledger.loads):
             self.next._refine(self._last("spatio"), step)
             self._feed()  # more slots may have come free than that took
 
@@ -252,8 +253,8 @@ class ExpertBlock:
             while not self._pool.n_free:  # who left is still on its way into its slot
                 self._await_stray()
             slot = self._slots[expert] = self._pool.acquire()
-            self._ahead[expert] = self._tiers.begin(self._index, expert, slot, self._ledger.decode, guess=True)
-            self._ledger.loads[step].append((self._index, expert))
+            self._ahead[expert] = self._tiers.begin(self._index, expert, slot, self.ledger.decode, guess=True)
+            self.ledger.loads[step].append((self._index, expert))
 
     def _await_stray(self) -> None:
         if not len(self._strays):
@@ -287,10 +288,10 @@ class ExpertBlock:
         while self._waiting and self._pool.n_free:
             expert = self._waiting.popleft()
             slot = self._slots[expert] = self._pool.acquire()
-            keep = not self._ledger.in_prefill
-            self._coming[expert] = self._tiers.begin(self._index, expert, slot, self._ledger.count, keep=keep)
-            if not self._ledger.in_prefill:
-                self._ledger.loads[self._ledger.step].append((self._index, expert))
+            keep = not self.ledger.in_prefill
+            self._coming[expert] = self._tiers.begin(self._index, expert, slot, self.ledger.count, keep=keep)
+            if not self.ledger.in_prefill:
+                self.ledger.loads[self.ledger.step].append((self._index, expert))
 
     def _run(self, x_NH: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """What the stock experts module returns: resident experts first, the others as they come. Their outputs are added

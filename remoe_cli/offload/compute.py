@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from remoe_cli.errors import FamilyError
+from remoe_cli.offload.small import Small
 
-Parts = dict[str, list[torch.Tensor]]
+Parts = dict[str, list[torch.Tensor | Small]]
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -120,13 +121,14 @@ class SingleToken:
                 _products(parts["down_proj"], act_I, row)
 
 
-def _products(pieces: Sequence[torch.Tensor], x: torch.Tensor, out: torch.Tensor) -> None:
-    if len(pieces) == 1:
-        torch.mv(pieces[0], x, out=out)
-        return
+def _products(pieces: Sequence[torch.Tensor | Small], x: torch.Tensor, out: torch.Tensor) -> None:
     start = 0
     for piece in pieces:
-        torch.mv(piece, x, out=out[start : start + len(piece)])
+        rows = out[start : start + len(piece)] if len(pieces) > 1 else out
+        if isinstance(piece, Small):
+            rows.copy_(piece.linear(x))
+        else:
+            torch.mv(piece, x, out=rows)
         start += len(piece)
 
 
@@ -137,6 +139,18 @@ def _rounded(n_rows: int) -> int:
 
 def _project(module: Any, parts: Parts, name: str, x: torch.Tensor) -> torch.Tensor:
     pieces = parts[name]
-    out = [x @ piece for piece in pieces] if module.is_transposed else [linear(x, piece) for piece in pieces]
+    out = [_product(piece, x, module.is_transposed) for piece in pieces]
     joined = out[0] if len(out) == 1 else torch.cat(out, -1)
-    return joined + parts[f"{name}_bias"][0] if module.has_bias else joined
+    if not module.has_bias:
+        return joined
+    (bias,) = parts[f"{name}_bias"]
+    assert isinstance(bias, torch.Tensor)
+    return joined + bias
+
+
+def _product(piece: torch.Tensor | Small, x: torch.Tensor, transposed: bool) -> torch.Tensor:
+    if isinstance(piece, Small):
+        return piece.linear(x)
+    if transposed:
+        return x @ piece
+    return linear(x, piece)

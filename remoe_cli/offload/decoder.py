@@ -35,6 +35,7 @@ from remoe_cli.offload.rerouting import Bend
 from remoe_cli.offload.sampling import chooser, Sampling
 from remoe_cli.offload.settings import Settings
 from remoe_cli.offload.slots import SlotPool
+from remoe_cli.offload.small import SMALL
 from remoe_cli.offload.store import drop_page_cache, expert_files, ExpertStore, one_expert_bytes, storage_bytes
 from remoe_cli.offload.tiers import host_bytes, Strays, Tiers
 from remoe_cli.offload.timing import ASIDE, mark_attention, Timeline
@@ -51,7 +52,7 @@ class OffloadedDecoder:
     Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram, which is no
     more than all experts take. `layers`: one
     ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `gates`: one Gate an MoE layer; `disk_names`: the gates
-    that apply_gates takes -> their on-disk names; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
+    that apply_gates takes -> their on-disk names; `small`: experts are in 8 or 4 bits; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
     Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K, an unknown policy or too little
     memory, CheckpointError for damaged files.
     """
@@ -83,6 +84,7 @@ class OffloadedDecoder:
         self.top_k, self.n_experts, self.n_layers = layers[0].top_k, layers[0].n_experts, len(layers)
         check_cache(self, capacity, policy, admission, batch, self.settings)
         self.layers = layers if pack is None else packed(layers, checkpoint, pack)
+        self.small = any(piece.role in SMALL for piece in self.layers[0].pieces(0))
         self.expert_bytes = one_expert_bytes(self.layers)
         self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
         self.io, self.io_reason = self._store.io, self._store.io_reason

@@ -14,7 +14,9 @@ from remoe_cli.families.experts import ExpertLayer, Piece, SCALES
 from remoe_cli.families.quantised import dequantised
 from remoe_cli.families.stored import TORCH
 from remoe_cli.offload.arena import PAGE
+from remoe_cli.offload.small import SMALL, Small
 
+_DTYPES = {**TORCH, "I8": torch.int8}
 ALIGN = 64  # parts that are copied start on cache lines
 
 
@@ -31,7 +33,7 @@ class Window(NamedTuple):
 
 class View(NamedTuple):
     """A tensor in a row, or several pieces of it that lie side by side. part: its name; dim: along which the pieces of one
-    part are joined. scales: where those of a quantised piece lie."""
+    part are joined. scales: where those of a quantised piece lie. rows: of a weight in 8 or 4 bits, else 0."""
 
     part: str
     start: int
@@ -40,6 +42,7 @@ class View(NamedTuple):
     dtype: torch.dtype
     dim: int
     scales: "View | None" = None
+    rows: int = 0
 
 
 class Image(NamedTuple):
@@ -55,19 +58,31 @@ class Layout:
     direct: windows begin and end on pages, as O_DIRECT wants them, else they are exact. convert: whether the
     compute dtype differs from the stored one, or is of numbers that are stored in fewer bits (or a tensor does not lie on a multiple of
     its element size), so that experts are read into one row and copied to another: `targets`, the same for all experts, in a row of `slot_bytes`.
+    Experts in 8 or 4 bits stay so in their slots.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], dtype: torch.dtype, *, direct: bool) -> None:
         self.images = [[_image(layer, expert, direct) for expert in range(layer.n_experts)] for layer in layers]
         views = [view for images in self.images for image in images for view in image.views]
         self.row_bytes = max(row_end(image.windows[-1]) for images in self.images for image in images)
-        self.convert = any(view.scales or view.dtype != dtype or view.start % view.dtype.itemsize for view in views)
+        self._dtype = dtype
+        small = any(view.rows for view in views)
+        self.convert = not small and any(
+            view.scales or view.dtype != dtype or view.start % view.dtype.itemsize for view in views
+        )
         self.targets, self.slot_bytes = ((), self.row_bytes) if not self.convert else _targets(layers[0], dtype)
         self.max_windows = max(len(image.windows) for images in self.images for image in images)
 
-    def tensors(self, slot: torch.Tensor, layer: int, expert: int) -> dict[str, list[torch.Tensor]]:
+    def tensors(self, slot: torch.Tensor, layer: int, expert: int) -> dict[str, list[torch.Tensor | Small]]:
         """Part -> its pieces, in order, as views of a slot [slot_bytes] that holds this expert."""
-        return _tensors(slot, self.targets if self.convert else self.images[layer][expert].views)
+        found: dict[str, list[torch.Tensor | Small]] = {}
+        for view in self.targets if self.convert else self.images[layer][expert].views:
+            whole = _tensor(slot, view)
+            if view.rows and view.scales is not None:
+                found.setdefault(view.part, []).append(Small(whole, _tensor(slot, view.scales), view.rows))
+            else:  # a bias beside small weights may be stored in another dtype
+                found.setdefault(view.part, []).append(whole if whole.dtype == self._dtype else whole.to(self._dtype))
+        return found
 
     def copy(self, row: torch.Tensor, slot: torch.Tensor, layer: int, expert: int) -> None:
         """From a row as it was read to a slot in the compute dtype."""
@@ -82,13 +97,6 @@ class Layout:
             start = done.get(view.part, 0)
             whole.narrow(view.dim, start, source.shape[view.dim]).copy_(source)
             done[view.part] = start + source.shape[view.dim]
-
-
-def _tensors(row: torch.Tensor, views: Sequence[View]) -> dict[str, list[torch.Tensor]]:
-    found: dict[str, list[torch.Tensor]] = {}
-    for view in views:
-        found.setdefault(view.part, []).append(_tensor(row, view))
-    return found
 
 
 def _unpacked(row: torch.Tensor, view: View) -> torch.Tensor:
@@ -126,7 +134,7 @@ def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
             place += named[i][1].nbytes
     views: list[View] = []
     for i, (part, piece) in enumerate(named):
-        dtype = TORCH[piece.dtype]
+        dtype = _DTYPES[piece.dtype]
         last = views[-1] if views else None
         if piece.role == SCALES and last is not None:
             views[-1] = last._replace(scales=View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim))
@@ -137,7 +145,8 @@ def _image(layer: ExpertLayer, expert: int, direct: bool) -> Image:
             shape = (last.shape[0] + piece.shape[0], *piece.shape[1:])
             views[-1] = View(part, last.start, last.nbytes + piece.nbytes, shape, dtype, 0)
         else:
-            views.append(View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim))
+            rows = piece.start if piece.role in SMALL else 0
+            views.append(View(part, where[i], piece.nbytes, piece.shape, dtype, piece.dim, rows=rows))
     return Image(tuple(windows), tuple(views))
 
 

@@ -1,5 +1,5 @@
 """Packed experts: one file a MoE layer in which each expert's tensors lie side by side from a page on, so that one read
-brings it whole. For checkpoints that keep an expert's tensors apart."""
+brings it whole: as they are stored, for checkpoints that keep an expert's tensors apart, or in 8 or 4 bits a weight."""
 
 import hashlib
 import json
@@ -8,22 +8,33 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from remoe_cli import atomic
-from remoe_cli.errors import CheckpointError, command, RunError
-from remoe_cli.families.experts import ExpertLayer
+from remoe_cli.errors import CheckpointError, command, RunError, UsageError
+from remoe_cli.families.experts import ExpertLayer, Piece
 from remoe_cli.hub.checkpoint import Checkpoint, read_object
 from remoe_cli.offload.arena import PAGE
 from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.small import SMALL
+from remoe_cli.offload.small_pack import blocks, small_layers
 
 try:
     import fcntl
 except ImportError:  # Windows: two processes that pack into one folder are not told apart there
     fcntl = None  # type: ignore[assignment]
 
+
+class Form(NamedTuple):
+    """experts: "stored", or a precision of offload.small. group: inputs that share a scale of int4, at most."""
+
+    experts: str
+    group: int = 0
+
+
+STORED = Form("stored")
 FACTS = "pack.json"
 FORMAT = 1
 # what is compared of a store and a checkpoint, and what a message calls it
@@ -43,9 +54,9 @@ def reads_an_expert(layers: Sequence[ExpertLayer]) -> float:
     return sum(len(image.windows) for image in images) / len(images)
 
 
-def packed_bytes(layers: Sequence[ExpertLayer]) -> int:
-    """The size of a store of these layers."""
-    return sum(_places(layer)[1] for layer in layers)
+def packed_bytes(layers: Sequence[ExpertLayer], form: Form = STORED) -> int:
+    """The size of a store of these layers. Raises FamilyError where they can't be in this form."""
+    return sum(_places(layer)[1] for layer in _in_form(layers, Path(), form))
 
 
 def write(
@@ -53,6 +64,7 @@ def write(
     checkpoint: Checkpoint,
     out: Path,
     *,
+    form: Form = STORED,
     on_bytes: Callable[[int], None] = lambda _done: None,
 ) -> None:
     """Packs the experts of `layers` (of this checkpoint) into the new folder `out`. on_bytes: is told how many bytes are done.
@@ -63,21 +75,37 @@ def write(
     """
     done = 0
     with _alone(out) as scratch, _Files() as files:
-        for layer in layers:
+        made = _in_form(layers, scratch, form)
+        for layer, contents in zip(made, _contents(layers, form, files), strict=True):
             starts, end = _places(layer)
             with open(scratch / _file_name(layer), "wb") as stream:
-                for expert, after in zip(range(layer.n_experts), [*starts[1:], end], strict=True):
-                    block = memoryview(bytearray(after - starts[expert]))
-                    filled = 0
-                    for piece in layer.pieces(expert):
-                        files.read(piece.file, piece.offset, block[filled : filled + piece.nbytes])
-                        filled += piece.nbytes
-                    stream.write(block)
-                    done += len(block)
+                for content, start, after in zip(contents, starts, [*starts[1:], end], strict=True):
+                    stream.write(content.ljust(after - start, b"\0"))
+                    done += after - start
                     on_bytes(done)
                 stream.flush()
                 os.fsync(stream.fileno())
-        atomic.write(scratch / FACTS, json.dumps(_facts(layers, checkpoint), indent=1) + "\n")
+        facts = _facts(layers, checkpoint, form)
+        if form.experts != STORED.experts:
+            facts["samples"] = [files.samples(layers), files.samples(made)]
+        atomic.write(scratch / FACTS, json.dumps(facts, indent=1) + "\n")
+
+
+def _in_form(layers: Sequence[ExpertLayer], folder: Path, form: Form) -> list[ExpertLayer]:
+    """These layers as a store in `folder` has them."""
+    files = [folder / _file_name(layer) for layer in layers]
+    if form.experts == STORED.experts:
+        return [_moved(layer, file) for layer, file in zip(layers, files, strict=True)]
+    return small_layers(layers, form.experts, form.group, files)
+
+
+def _contents(layers: Sequence[ExpertLayer], form: Form, files: "_Files") -> Iterator[Iterator[bytes]]:
+    """Of each layer each expert's bytes, without what fills up its last page."""
+    if form.experts != STORED.experts:
+        yield from blocks(layers, form.experts, form.group, files.read)
+        return
+    for layer in layers:
+        yield (b"".join(files.whole(piece) for piece in layer.pieces(expert)) for expert in range(layer.n_experts))
 
 
 def packed(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) -> list[ExpertLayer]:
@@ -86,17 +114,22 @@ def packed(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) 
     4 KiB of each expert are compared with the checkpoint's. Raises CheckpointError where the folder is no whole store, or
     one of another model, revision, dtype or layout.
     """
-    _check_facts(layers, checkpoint, folder)
-    moved = []
-    for layer in layers:
+    facts = _check_facts(layers, checkpoint, folder)
+    form = form_of(facts)
+    moved = _in_form(layers, folder, form)
+    for layer in moved:
         file, (_, end) = folder / _file_name(layer), _places(layer)
         size = file.stat().st_size if file.is_file() else None
         if size != end:
             held = "is missing" if size is None else f"holds {size:,} bytes, not {end:,}"
             raise CheckpointError(f"{file} {held}: the packed experts are not whole.", _again(checkpoint, folder))
-        moved.append(_moved(layer, file))
     with _Files() as files:
-        for layer, after in zip(layers, moved, strict=True):
+        if form.experts != STORED.experts and facts.get("samples") != [files.samples(layers), files.samples(moved)]:
+            raise CheckpointError(
+                f"the experts in {folder} are not those of {checkpoint.id}: they were packed from another model, or damaged since.",
+                _again(checkpoint, folder),
+            )
+        for layer, after in zip(layers, moved, strict=True) if form.experts == STORED.experts else ():
             for expert in range(layer.n_experts):
                 if files.sample(layer, expert) != files.sample(after, expert):
                     raise CheckpointError(
@@ -107,7 +140,33 @@ def packed(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) 
     return moved
 
 
-def _check_facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) -> None:
+def form_of(facts: dict[str, Any]) -> Form:
+    """Of a store's pack.json."""
+    return Form(facts.get("experts_as", STORED.experts), facts.get("group", 0))
+
+
+def check_form(folder: Path | None, experts: str | None, again: Callable[..., str]) -> None:
+    """Raises UsageError where packed experts are asked for in one form and lie there in another. again: the command with
+    options changed."""
+    if experts is None:
+        return
+    if experts not in (allowed := (STORED.experts, *SMALL)):
+        raise UsageError(
+            f"--experts is {', '.join(allowed[:-1])} or {allowed[-1]}, not {experts!r}.", again(experts=None)
+        )
+    if folder is None:
+        if experts != STORED.experts:
+            raise UsageError(
+                f"--experts {experts}: the checkpoint has them as stored; --pack names a folder that has them so.",
+                command("pack", "MODEL", experts=experts, out="DIR"),
+            )
+        return
+    held = form_of(read_object(folder / FACTS)).experts if (folder / FACTS).is_file() else experts
+    if held != experts:
+        raise UsageError(f"{folder} holds the experts as {held}, not as {experts}.", again(experts=held))
+
+
+def _check_facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     if not (folder / FACTS).is_file():
         raise CheckpointError(f"{folder} holds no packed experts (no {FACTS}).", _again(checkpoint, folder))
     facts, expected = read_object(folder / FACTS), _facts(layers, checkpoint)
@@ -128,9 +187,10 @@ def _check_facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: 
                 f"{folder} was packed from {facts.get('model')}, where {name} are not those of {checkpoint.id}.",
                 _again(checkpoint, folder),
             )
+    return facts
 
 
-def _facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint) -> dict[str, Any]:
+def _facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, form: Form = STORED) -> dict[str, Any]:
     pieces = [
         [(part.name, *piece[2:7], *filter(None, piece[7:])) for part in layer.parts for piece in part.pieces[expert]]
         for layer in layers
@@ -145,6 +205,7 @@ def _facts(layers: Sequence[ExpertLayer], checkpoint: Checkpoint) -> dict[str, A
         "dtype": layers[0].pieces(0)[0].dtype,
         "expert_bytes": sum(piece.nbytes for piece in layers[0].pieces(0)),
         "layout": hashlib.sha256(json.dumps(pieces).encode()).hexdigest(),
+        **({"experts_as": form.experts, "group": form.group} if form.experts != STORED.experts else {}),
     }
 
 
@@ -255,6 +316,20 @@ class _Files:
                 block, offset = block[got:], offset + got
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}.", f"ls -l {path}") from None
+
+    def whole(self, piece: Piece) -> bytes:
+        """All of one piece."""
+        block = bytearray(piece.nbytes)
+        self.read(piece.file, piece.offset, memoryview(block))
+        return bytes(block)
+
+    def samples(self, layers: Sequence[ExpertLayer]) -> str:
+        """sha256 of the samples of all experts."""
+        found = hashlib.sha256()
+        for layer in layers:
+            for expert in range(layer.n_experts):
+                found.update(self.sample(layer, expert))
+        return found.hexdigest()
 
     def sample(self, layer: ExpertLayer, expert: int) -> bytes:
         """Bytes from the middle of an expert's largest piece, which do not stay in the page cache."""

@@ -92,6 +92,9 @@ def _cache(row: Row, asked: str) -> str:
     most = max(map(int, asked.split(",")))
     slots = f"C = {row['capacity']}" + (f" (all there are; {most} asked for)" if most > row["capacity"] else "")
     together = f", {row['batch']} together" if row["batch"] > 1 else ""
+    if its := row.get("sessions"):
+        hits = [one["hit_ratio"] for one in its if one["hit_ratio"] is not None]
+        together = f", {len(its)} sessions in turn" + (f" (hit {min(hits):.3f} to {max(hits):.3f})" if hits else "")
     hit, ahead = number(row["hit_ratio"], 3), f", {row['rerouted']:,} rerouted" if row["rerouted"] else ""
     if row["proactive"]:
         hit += f" ({number(row['adjusted_hit_ratio'], 3)} adjusted)"
