@@ -32,7 +32,7 @@ def heads_of(decoder: OffloadedDecoder) -> Heads:
 
 def slow_counts(trace: RoutingTrace, asked: str, capacity: int, admission: str) -> tuple[int, int, int, int]:
     """Hits, misses, evictions and loads ahead of need of one request, by the slow twins."""
-    name, policy, parameter, second = choose(asked)
+    name, policy, parameter, second, _ = choose(asked)
     totals = [0, 0, 0, 0]
     rows = [row for row in range(trace.n_tokens) if not trace.prefill[row]]
     for layer in range(trace.n_layers):

@@ -28,6 +28,7 @@ class History:
     second: float = 0.0
     heads: list[list[float]] | None = None  # as scores, of the temporal head
     ahead: list[list[float] | None] | None = None  # what each step is foreseen by, where anything is
+    listed: list[list[int]] | None = None  # what a prefetcher lists before each step
     came: list[list[int]] = field(default_factory=list)  # by step, what refinement brought in
     went: list[list[int]] = field(default_factory=list)
 
@@ -67,7 +68,7 @@ class History:
 def worth(policy: str, expert: int, past: History) -> Any:
     """How much the policy wants to keep an expert now; the least leaves."""
     mentions, rate = past.mentions(expert), past.parameter
-    if policy == "lru":
+    if policy in ("lru", "held"):
         return past.last_place(expert)
     if policy == "fifo":
         return past.last_load(expert)
@@ -257,6 +258,19 @@ def refine(
     return now
 
 
+def bring(policy: str, listed: list[int], capacity: int, resident: list[int], past: History) -> list[int]:
+    """Who is resident once what a prefetcher lists has come in."""
+    now = list(resident)
+    for one in [one for one in listed if one not in resident]:
+        others = [other for other in now if other not in listed]
+        if len(now) >= capacity and not others:
+            break
+        if len(now) >= capacity:
+            now.remove(min(others, key=lambda other: (worth(policy, other, past), past.last_place(other), other)))
+        now.append(one)
+    return now
+
+
 def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tuple[list[SlowStep], int]:
     """What each step of `past.steps` did to one cold cache, and how many experts were loaded before the start."""
     keeper: Any = {"arc": Arc, "s3fifo": S3Fifo}.get(policy, lambda _: Ranked(policy, past))(capacity)
@@ -275,6 +289,12 @@ def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tup
             past.came[-1] = [one for one in then if one not in resident]
             past.went[-1] = [one for one in resident if one not in then]
             resident = then
+        if past.listed is not None:
+            past.now = now - 1
+            then = bring(policy, past.listed[now], capacity, resident, past)
+            past.came[-1] = [one for one in then if one not in resident]
+            past.went[-1] = [one for one in resident if one not in then]
+            resident = then
         past.now = now
         hits = [one for one in touched if one in resident]
         misses = [one for one in touched if one not in resident]
@@ -282,7 +302,7 @@ def slow_cache(policy: str, capacity: int, admission: str, past: History) -> tup
         for one in touched:
             keeper.touch(one, one in hits)
         before = list(resident)
-        if policy == "spatio":  # nothing that was missed stays
+        if policy in ("spatio", "held"):  # nothing that was missed stays
             done.append(SlowStep(hits, misses, [], []))
             continue
         resident = before + misses

@@ -19,7 +19,8 @@ class Replay:
     evictions: experts that left the cache. prefill_*: what prompts asked of the cache, where they go through it; no other
     count includes it. request_*: [R] int64, the same counts of each request; request_loads: [R, L]
     int64, misses + proactive. token_misses: [T] int32, of each decode token. slots: over all layers (bytes, of a pool in
-    bytes); staging: experts that must fit beside them, in one buffer that the layers share.
+    bytes); staging: experts that must fit beside them, in one buffer that the layers share. prefetch_bytes: what a prefetcher
+    remembers or was trained to, in the end.
     Defined in docs/replay.md.
     """
 
@@ -40,6 +41,7 @@ class Replay:
     token_misses: np.ndarray
     slots: int
     staging: int
+    prefetch_bytes: int = 0
 
     @property
     def hit_ratio(self) -> float:
@@ -82,7 +84,7 @@ class Counts:
             self._proactive_R += request_ahead.sum(axis=1)
             self._evictions += evictions
 
-    def replay(self, slots: int, staging: int) -> Replay:
+    def replay(self, slots: int, staging: int, prefetch_bytes: int = 0) -> Replay:
         trace, plan = self._trace, self._plan
         decoded = [~trace.prefill[low:high] for low, high in zip(trace.borders, trace.borders[1:])]
         tokens = np.array([np.count_nonzero(one) for one in decoded], np.int64)
@@ -111,4 +113,5 @@ class Counts:
             token_misses=misses_N if not len(rows) else misses_N[np.argsort(rows, kind="stable")],
             slots=slots,
             staging=staging,
+            prefetch_bytes=prefetch_bytes,
         )

@@ -178,6 +178,29 @@ class ExpertCache:
         self.evictions += len(gone)
         return Refined(tuple(admitted), tuple(gone))
 
+    def bring(self, experts: Sequence[int], layer: int = 0) -> Refined:
+        """Ahead of a step: loads those of `experts` (of one layer, best first) that are not resident, each into a free slot or
+        in the place of the one that the policy lets go first; none of `experts` leaves for another. Until it is asked for, an
+        expert that came in so is one that was never touched, if it never was before.
+        """
+        m, resident, key, base = self._memory, self.resident, self.policy.key, layer * self._n_experts
+        assert key is not None
+        m.now[0], m.now[1] = self._steps // self._n_layers, layer
+        listed = {base + expert for expert in experts}
+        admitted: list[int] = []
+        gone: set[int] = set()
+        for expert in [base + one for one in experts if base + one not in resident]:
+            if len(resident) >= self.capacity:
+                others = [(key(m, one), m.last[one], one) for one in resident if one not in listed]
+                if not others:
+                    break
+                self._dismiss(min(others)[2], gone)
+            resident.add(expert)
+            admitted.append(expert)
+        self.proactive += len(admitted)
+        self.evictions += len(gone)
+        return Refined(tuple(admitted), tuple(gone))
+
     def fill(self, layer: int = 0) -> None:
         """Fills this layer's share of the free slots with what the policy would keep longest, free of charge."""
         assert self.policy.key is not None

@@ -20,11 +20,12 @@ import numpy as np
 from numba.extending import register_jitable
 
 from remoe_cli.cache import policy as contract
+from remoe_cli.cache.arrays import arrays, frozen, halves_as_floats
 from remoe_cli.cache.compiled import compiled
 from remoe_cli.cache.expert_cache import NOTHING_PROTECTED
 from remoe_cli.cache.next_use import next_use
 from remoe_cli.cache.policy import Memory, Policy
-from remoe_cli.cache.refining import bring_in
+from remoe_cli.cache.refining import bring_in, bring_listed
 
 KNOWN = {*sys.stdlib_module_names, "numpy", "numba"}  # packages whose texts do not change between runs
 
@@ -33,7 +34,7 @@ KNOWN = {*sys.stdlib_module_names, "numpy", "numba"}  # packages whose texts do 
 def kernel(policy: Policy) -> Callable[..., None]:
     """serve(...) of this policy: see `_build`."""
     hooks: list[Callable] = [policy.start, policy.observe, policy.touch, policy.key or contract.key]
-    hooks += [policy.victim or contract.victim, policy.leave, bring_in]
+    hooks += [policy.victim or contract.victim, policy.leave, bring_in, bring_listed]
     stamp = _stamp(hooks)
     ranked = policy.key is not None
     steady = ranked and policy.leave is contract.leave  # no key changes while experts leave
@@ -60,19 +61,11 @@ def prepare(policy: Policy) -> float | None:
         next_use(*where, ids, nothing, runs, frozen(uncounted), 0, 1, 1, np.empty(0, np.int32))
     loads = np.zeros((0, 1), np.int64)
     serve(
-        arrays(1, 1, 1, [0.0, 0.0], [0.0]), *where, False, ids, nothing, *[frozen(bits)] * 4, halves_as_floats(), none_of,
+        arrays(1, 1, 1, [0.0, 0.0], [0.0]), *where, False, ids, nothing, *[frozen(bits)] * 4, frozen(np.empty((0, 0, 0), np.int16)), halves_as_floats(), none_of,
         runs, none_of, runs, frozen(uncounted), False, 0, 1, 1, nothing, nothing, True, np.zeros((0, 1), np.uint16), loads,
         loads, np.zeros(1, np.int64),
     )  # fmt: skip
     return None if serve.stats.cache_hits else time.perf_counter() - start
-
-
-def frozen(array: np.ndarray) -> np.ndarray:
-    """A read-only view. What kernels only read is handed to them so, that a mapped file and an array of one's own have one
-    type and are compiled for once."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 @cache
@@ -106,7 +99,7 @@ def _stamp(hooks: list[Callable]) -> int | None:
 
 
 def _build(hooks, ranked, steady, needs, sums, admits, stamp):
-    start, observe, touch, key, victim, leave, bring_in = hooks
+    start, observe, touch, key, victim, leave, bring_in, bring_listed = hooks
     observes, heeds_head, weighted, foreseeing = needs
     sums_probabilities, sums_temporal, sums_spatio = sums
     refines = sums_probabilities or sums_temporal or sums_spatio
@@ -123,6 +116,7 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
         probabilities: np.ndarray,
         temporal: np.ndarray,
         spatio: np.ndarray,
+        foreseen: np.ndarray,
         floats: np.ndarray,
         ahead: np.ndarray,
         runs: np.ndarray,
@@ -147,7 +141,8 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
         experts: [T, L, K]; tokens: [N] rows of it, or empty for all in order; backwards: touch each row from its end.
         sequential: each expert is a step of its own. Or ids, offsets: the touched experts of step token * layers + layer
         are ids[offsets[step] : offsets[step + 1]]; else both empty.
-        weights: [T, L, K]; probabilities, temporal, spatio: [T, L, E]; all float16 as uint16 for `floats`, or empty. ahead:
+        weights: [T, L, K]; probabilities, temporal, spatio: [T, L, E]; all float16 as uint16 for `floats`, or empty. foreseen:
+        [N, L, M] experts to bring in before each step, filled up with -1, or empty. ahead:
         next uses in service order, or empty. runs: their borders. owner: [N]. borders: [R + 1] of the trace. uncounted:
         [N] bool, or empty. sizes: [ids], or empty for slots; slots_at_least: as many surely fit.
         Adds to missed [tokens of these runs, layers], and of counted tokens to request_misses, request_ahead [R, layers]
@@ -163,6 +158,7 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
         entered = np.empty(end, np.int64)
         leavers = np.empty(end, np.int64)
         ranks = np.empty(end, np.float64)
+        marked = np.zeros(end, np.int64)
         row_scores = np.empty(n_experts, np.float64)
         best_first = np.empty(n_experts, np.int64)
         sized = len(sizes) > 0
@@ -183,6 +179,7 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
             for expert in range(end):
                 slot[expert] = -1
                 entered[expert] = -1
+                marked[expert] = 0
             clock = 0
             held = 0
             used = 0
@@ -227,6 +224,26 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
                                 if count:
                                     request_ahead[owner[token], layer] += came
                                     evictions[0] += gone
+                        if len(foreseen) > 0:
+                            for place in range(held):
+                                ranks[slots[place]] = key(m, np.int64(slots[place]))
+                            before = held
+                            held, came, gone = bring_listed(
+                                m.last,
+                                ranks,
+                                foreseen[token, in_trace],
+                                marked,
+                                step,
+                                base,
+                                slot,
+                                slots,
+                                held,
+                                capacity,
+                            )
+                            used += held - before
+                            if count:
+                                request_ahead[owner[token], layer] += came
+                                evictions[0] += gone
                         if observes:
                             for expert in range(n_experts):
                                 row_scores[expert] = floats[probabilities[row, in_trace, expert]]
@@ -362,29 +379,3 @@ def _build(hooks, ranked, steady, needs, sums, admits, stamp):
             evictions[0] = 0
 
     return serve
-
-
-@cache
-def halves_as_floats() -> np.ndarray:
-    """[65536] float32: the value of each float16, by its bits; numba has no float16 on a CPU."""
-    return frozen(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
-
-
-def arrays(n_ids: int, n_layers: int, n_experts: int, constants: list[float], fit: Any) -> Memory:
-    """A fresh Memory of arrays; the kernel itself resets it."""
-    last, count, stamp, state, link = (np.zeros(n_ids + 1, np.int64) for _ in range(5))
-    now, reg = np.array([0, 0, n_layers, n_experts], np.int64), np.zeros(contract.N_REGISTERS, np.int64)
-    known = np.append(np.asarray(fit, np.float64), 0.0)
-    return Memory(
-        last,
-        count,
-        stamp,
-        state,
-        link,
-        np.zeros(n_ids + 1),
-        np.zeros(n_ids + 1),
-        known,
-        now,
-        reg,
-        np.array(constants, np.float64),
-    )

@@ -1,5 +1,5 @@
-"""The walk of Algorithm 2 (CacheRouter, arXiv 2609.04895) over the arrays of the compiled replay; ExpertCache.refine is the same
-over a set."""
+"""What comes in ahead of a step, over the arrays of the compiled replay; ExpertCache.refine and .bring are the same over a set.
+The walk of `bring_in` is Algorithm 2 of CacheRouter (arXiv 2609.04895)."""
 
 from __future__ import annotations
 
@@ -57,6 +57,58 @@ def bring_in(
             gone += 1
         slot[base + coming] = held
         slots[held] = base + coming
+        held += 1
+        came += 1
+    return held, came, gone
+
+
+def bring_listed(
+    last: np.ndarray,
+    ranks: np.ndarray,
+    listed: np.ndarray,
+    wanted: np.ndarray,
+    step: int,
+    base: int,
+    slot: np.ndarray,
+    slots: np.ndarray,
+    held: int,
+    capacity: int,
+) -> tuple[int, int, int]:
+    """ExpertCache.bring over arrays. ranks: [ids], the policy's keys of those that are held. listed: experts, best first, up to the first
+    -1. wanted: [ids], scratch, below `step` everywhere. Returns how many are held now, came in and left."""
+    came = 0
+    gone = 0
+    for at in range(len(listed)):
+        if listed[at] < 0:
+            break
+        wanted[base + listed[at]] = step
+    for at in range(len(listed)):
+        if listed[at] < 0:
+            break
+        coming = base + listed[at]
+        if slot[coming] >= 0:
+            continue
+        if held >= capacity:
+            leaving = np.int64(-1)
+            for place in range(held):
+                other = np.int64(slots[place])
+                if wanted[other] == step:
+                    continue
+                older = leaving >= 0 and (
+                    last[other] < last[leaving] or (last[other] == last[leaving] and other < leaving)
+                )
+                if leaving < 0 or ranks[other] < ranks[leaving] or (ranks[other] == ranks[leaving] and older):
+                    leaving = other
+            if leaving < 0:
+                break
+            place = slot[leaving]
+            held -= 1
+            slots[place] = slots[held]
+            slot[slots[held]] = place
+            slot[leaving] = -1
+            gone += 1
+        slot[coming] = held
+        slots[held] = coming
         held += 1
         came += 1
     return held, came, gone

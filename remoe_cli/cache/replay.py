@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +14,15 @@ from remoe_cli.cache.counts import Counts, Replay
 from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache, unfit
 from remoe_cli.cache.policies import choose, Chosen, lacks
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch.listed import listed
 from remoe_cli.cache.schedule import batches, HINT, Schedule, schedule, Steps, WARMS
 from remoe_cli.cache.threads import each
 from remoe_cli.errors import CacheError
 from remoe_cli.routing import RoutingTrace
 from remoe_cli.routing.trace import FLOATS
+
+if TYPE_CHECKING:
+    from remoe_cli.cache.prefetch.predictor import Predictor
 
 OPTIONS: dict[str, tuple] = {  # each with its default first
     "step": ("atomic", "sequential"),
@@ -33,11 +37,12 @@ ENGINES = ("compiled", "python")
 class _Job(NamedTuple):
     """What all units share. experts: the trace's, contiguous; floats: FLOATS, as bits, those that the policy does not need
     empty.
-    scratch: a worker's room for what an oracle foresees."""
+    foreseen: [N, L, M] what a prefetcher lists before each step, or empty. scratch: a worker's room for what an oracle foresees."""
 
     chosen: Chosen
     experts: np.ndarray
     floats: dict[str, np.ndarray]
+    foreseen: np.ndarray
     trace: RoutingTrace
     plan: Schedule
     forced: bool
@@ -84,12 +89,13 @@ def replay(
     sessions: int = 1,
     fit: RoutingTrace | None = None,
     expert_bytes: int | Sequence[int] | None = None,
+    predictor: Predictor | None = None,
     engine: str = "compiled",
     threads: int | None = None,
 ) -> Replay:
     """Replays the decode tokens of a trace.
 
-    policy: NAME or NAME:PARAMETER of POLICIES. capacity: slots a layer, or one number for each layer.
+    policy: NAME or NAME:PARAMETER of POLICIES, and +PREFETCHER of PREFETCHERS. capacity: slots a layer, or one number for each layer.
     admission: "forced" | "bypass", see ExpertCache.
     step: "atomic": a token's experts are one step, protected until it is over; "sequential": each is a step of its
     own, without protection. reset: "request": a fresh cache each request; "never": one cache over the whole trace.
@@ -101,7 +107,7 @@ def replay(
     pool: one cache of capacity x layers slots for all layers; "bytes": capacity is its size in bytes.
     expert_bytes: of an expert, or of one of each layer, for a pool in bytes; None: as the trace's provenance says.
     fit: the trace that a `static` cache is fitted on; an oracle of that kind takes this trace itself.
-    engine: "python" is the slow reference: the same counts. threads: at most so many; all cores by default.
+    predictor: of a prefetcher that was trained. engine: "python" is the slow reference: the same counts. threads: at most so many; all cores by default.
 
     Raises CacheError for an unknown option, a capacity below 1, a trace without a decode token, or one that lacks what the
     policy needs.
@@ -147,8 +153,11 @@ def replay(
             scratch.put(np.empty(longest, np.int32))
     experts = np.ascontiguousarray(trace.experts)
     floats = {name: _bits(getattr(trace, name) if name in needs else None) for name in FLOATS}
+    foreseen, prefetch_bytes = np.empty((0, 0, 0), np.int16), 0
+    if chosen.prefetch is not None:
+        foreseen, prefetch_bytes = listed(trace, chosen.prefetch, warm, reset, sessions, predictor)
     job = _Job(
-        chosen, experts, floats, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
+        chosen, experts, floats, foreseen, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
         bool((plan.tokens_N < 0).any()), warm == "prefill" and chosen.policy.fill, scratch,
     )  # fmt: skip
     serve = _compiled if engine == "compiled" else _plain
@@ -156,12 +165,14 @@ def replay(
     each(lambda unit: serve(job, unit, counts), units, workers)
     slots = sum({unit.layers.start: unit.capacity for unit in units}.values())
     staging = trace.top_k if admission == "bypass" else max(0, trace.top_k - min(unit.capacity for unit in units))
-    return counts.replay(slots, staging)
+    return counts.replay(slots, staging, prefetch_bytes)
 
 
 def clash(policy: str, step: str, warm: str, pool: bool = False, admission: str | None = None) -> str | None:
     """Why a policy does not go with these options; None where it does. admission: None leaves it open."""
-    chosen = choose(policy).policy
+    prefetch, chosen = choose(policy).prefetch, choose(policy).policy
+    if prefetch is not None and (step == "sequential" or warm == "batch" or pool):
+        return "a prefetcher lists experts of one layer, once a token: it takes no --step sequential, --warm batch or --pool"
     if {*SCORES} & {*chosen.needs} and (step == "sequential" or warm == "batch"):
         return "it reads the scores of all experts once a token: it takes neither --step sequential nor --warm batch"
     return unfit(chosen, admission or "bypass", pool)
@@ -232,7 +243,8 @@ def _preload(chosen: Chosen, unit: _Unit) -> np.ndarray:
 
 
 def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
-    from remoe_cli.cache.kernel import arrays, frozen, halves_as_floats, kernel
+    from remoe_cli.cache.arrays import arrays, frozen, halves_as_floats
+    from remoe_cli.cache.kernel import kernel
     from remoe_cli.cache.next_use import next_use
 
     trace, plan, needs, n_layers, first = job.trace, job.plan, job.chosen.policy.needs, unit.n_layers, unit.layers.start
@@ -256,7 +268,7 @@ def _compiled(job: _Job, unit: _Unit, counts: Counts) -> None:
         kernel(job.chosen.policy)(
             arrays(len(unit.fit), n_layers, trace.n_experts, job.chosen.constants, unit.fit),
             *where, job.sequential, *listed, frozen(weights), *(frozen(job.floats[name]) for name in SCORES),
-            halves_as_floats(), frozen(ahead), runs, frozen(plan.owner_N), frozen(trace.borders), uncounted, job.fill, first,
+            frozen(job.foreseen), halves_as_floats(), frozen(ahead), runs, frozen(plan.owner_N), frozen(trace.borders), uncounted, job.fill, first,
             unit.capacity, unit.slots_at_least, frozen(unit.sizes), frozen(preload), job.forced, missed, request_misses,
             request_ahead, evictions,
         )  # fmt: skip
@@ -289,8 +301,13 @@ def _plain(job: _Job, unit: _Unit, counts: Counts) -> None:
         for expert in cache.resident:
             request_ahead[plan.owner_N[low], expert // trace.n_experts] += 1
         for token, layer, ids, weights, probabilities, temporal, ahead, counted in steps:
-            if ahead is not None:
-                came = cache.refine(ahead, layer)
+            foreseen = job.foreseen[token, unit.layers.start + layer].tolist() if len(job.foreseen) else None
+            if ahead is not None or foreseen is not None:
+                came = (
+                    cache.refine(ahead, layer)
+                    if foreseen is None
+                    else cache.bring([e for e in foreseen if e >= 0], layer)
+                )
                 request_ahead[plan.owner_N[token], layer] += counted * len(came.admitted)
                 evictions += counted * len(came.evicted)
             done = cache.step(ids, weights, probabilities, temporal, layer=layer)

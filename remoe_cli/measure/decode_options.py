@@ -176,6 +176,11 @@ def plan_of(asked: Asked, model: str) -> Plan:
         raise UsageError(
             f"--policy {asked.policy} reads ahead by its own scores: it takes no --guess.", again(guess=None)
         )
+    if choose(asked.policy).prefetch is not None and (asked.guess or batches[-1] > 1 or asked.warm == "batch"):
+        raise UsageError(
+            f"--policy {asked.policy} lists experts token by token: it takes neither --batch, --warm batch nor --guess.",
+            again(guess=None, batch=None, warm=None),
+        )
     if {*SCORES} & {*policy.needs} and (batches[-1] > 1 or asked.warm == "batch"):
         raise UsageError(
             f"--policy {asked.policy} reads the routers' probabilities token by token: it takes neither --batch nor --warm batch.",

@@ -8,8 +8,7 @@ Shape letters: B requests, N tokens of a pass (B x its length), H hidden, K expe
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,46 +17,25 @@ import torch
 
 from remoe_cli.cache import ExpertCache, scores_ahead
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch import SEEN, Seen
 from remoe_cli.cache.together import touch_order
 from remoe_cli.families import Gate, Heads
 from remoe_cli.families.experts import ExpertLayer, recorded_order
 from remoe_cli.offload.compute import Parts, run_expert, SingleToken
+from remoe_cli.offload.foresight import Foresight
 from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.ledger import Ledger
 from remoe_cli.offload.readers import Load
 from remoe_cli.offload.rerouting import Bend
 from remoe_cli.offload.slots import SlotPool
-from remoe_cli.offload.store import IoCount
 from remoe_cli.offload.tiers import Strays, Tiers
 from remoe_cli.offload.timing import Timeline
 
 
-@dataclass
-class Ledger:
-    """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read for it, in
-    order; step: which of them runs, -1 in the prompt; guesses: reads ahead of the router; guessed: misses that such a read
-    had brought or begun; rerouted: experts that ran in place of the router's own."""
-
-    loads: list[list[tuple[int, int]]]
-    step: int = -1
-    prefill: IoCount = field(default_factory=IoCount)
-    decode: IoCount = field(default_factory=IoCount)
-    guesses: int = 0
-    guessed: int = 0
-    rerouted: int = 0
-
-    @property
-    def in_prefill(self) -> bool:
-        return self.step < 0
-
-    @property
-    def count(self) -> IoCount:
-        return self.prefill if self.in_prefill else self.decode
-
-
 class ExpertBlock:
     """index: the layer's number among the MoE layers. `next`: the following MoE layer's block; of the last, the first's.
-    `ledger`, `experts`, `weights`, `scores`: what is noted of the
-    request that runs. `heads`: those of all layers, or None. `bend`: of its choices towards residents, or None."""
+    `ledger`, `experts`, `weights`, `scores`: what is noted of the request that runs. `heads`: those of all layers, or None.
+    `bend`: of its choices towards residents, or None. `foresight`: what a prefetcher makes of its choices, or None."""
 
     def __init__(
         self,
@@ -77,6 +55,7 @@ class ExpertBlock:
         self.guess = 0
         self.heads: Heads | None = None
         self.bend: Bend | None = None
+        self.foresight: Foresight | None = None
         self._single = SingleToken(layer.module) if SingleToken.serves(layer.module) else None
         self._slots: dict[int, int] = {}
         self._parts: dict[int, Parts] = {}  # of the experts in slots, as far as they have run
@@ -180,6 +159,8 @@ class ExpertBlock:
             self._serve(experts_NK, weights_NK)
             if self.next is not self:
                 self.refine_next()
+            if self.foresight is not None:
+                self.foresight.passed(self._index)
         if guesses:
             self.next._foresee(*others[-2:])
         if self._share is not None:
@@ -247,7 +228,21 @@ class ExpertBlock:
         scores = scores_ahead(self.cache.policy, self._last("probabilities"), self._last("temporal"), spatio_E)
         if scores is None:
             return
-        admitted, evicted = self.cache.refine(scores)
+        self._come(*self.cache.refine(scores), step)
+
+    def bring(self, experts: list[int], later: bool) -> None:
+        """What a prefetcher lists for the step to come, or with `later` for the next token's, if there is one."""
+        step = self.ledger.step + later
+        if step < len(self.ledger.loads):
+            self._come(*self.cache.bring(experts), step)
+
+    def seen(self) -> Iterator[Seen]:
+        """The tokens of the last pass."""
+        kinds = [self.scores.get(kind) for kind in SEEN]
+        for row, experts in enumerate(self.experts[-1]):
+            yield Seen(experts, *(None if kind is None else kind[-1][row] for kind in kinds))
+
+    def _come(self, admitted: Iterable[int], evicted: Iterable[int], step: int) -> None:
         self._release(evicted)
         for expert in admitted:
             while not self._pool.n_free:  # who left is still on its way into its slot

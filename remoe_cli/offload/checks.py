@@ -8,6 +8,7 @@ import torch
 from remoe_cli.cache import choose, ExpertCache
 from remoe_cli.cache.expert_cache import unfit
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch.base import MOST_AHEAD
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import Gate, Heads, KINDS
@@ -36,6 +37,14 @@ def check_cache(
             f"{top_k} experts in each layer, so {top_k} or more are needed.",
             f"remoe eval --cache {top_k}",
         )
+    if (prefetch := choose(policy).prefetch) is not None:
+        if batch > 1 or settings.warm == "batch" or settings.guess:
+            raise UsageError(
+                f"{policy} lists experts token by token: it takes neither a batch, nor prompts through the cache, nor a guess.",
+                _OTHER_POLICY,
+            )
+        if prefetch.value("AHEAD") > (layers := getattr(decoder, "n_layers", MOST_AHEAD)):
+            raise UsageError(f"{policy} looks further ahead than the {layers} MoE layers of {model}.", _OTHER_POLICY)
     if {*SCORES} & {*chosen.needs} and (batch > 1 or settings.warm == "batch"):
         raise CacheError(
             f"{policy} reads the routers' probabilities once a token: it takes neither a batch nor prompts through the cache.",

@@ -14,7 +14,8 @@ from remoe_cli.offload.timing import Latency, Split
 from remoe_cli.routing import RoutingTrace
 
 if TYPE_CHECKING:
-    from remoe_cli.offload.block import ExpertBlock, Ledger
+    from remoe_cli.offload.block import ExpertBlock
+    from remoe_cli.offload.ledger import Ledger
 
 Loads = list[list[tuple[int, int]]]  # each decode step's (layer, expert), in the order in which they were begun
 

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 
 from remoe_cli.cache import choose, ExpertCache
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch import SEEN, Shape
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import UsageError
 from remoe_cli.families import family_of, find_gates, Heads, top_k_of
@@ -22,13 +23,15 @@ from remoe_cli.families.loader import (
 )
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
-from remoe_cli.offload.block import ExpertBlock, Ledger
+from remoe_cli.offload.block import ExpertBlock
 from remoe_cli.offload.checks import check_cache, check_gates, check_heads, check_prompts, check_rule
 from remoe_cli.offload.compute import quicken, require_known, running
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
+from remoe_cli.offload.foresight import Foresight
 from remoe_cli.offload.latent import absorb
 from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.ledger import Ledger
 from remoe_cli.offload.pack import packed
 from remoe_cli.offload.past import cut, Past, token_of, Told
 from remoe_cli.offload.rerouting import Bend
@@ -40,6 +43,9 @@ from remoe_cli.offload.store import drop_page_cache, expert_files, ExpertStore, 
 from remoe_cli.offload.tiers import host_bytes, Strays, Tiers
 from remoe_cli.offload.timing import ASIDE, mark_attention, Timeline
 from remoe_cli.routing import RoutingTrace
+
+if TYPE_CHECKING:
+    from remoe_cli.cache.prefetch.predictor import Predictor
 
 
 class OffloadedDecoder:
@@ -172,10 +178,12 @@ class OffloadedDecoder:
         batch: int = 1,
         settings: Settings | None = None,
         reroute: Rule | None = None,
+        predictor: "Predictor | None" = None,
     ) -> None:
         """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
         differ from those that the decoder was made with. reroute: bends each new token's choice of experts towards those that
-        are resident, which changes what the model says; prompts stay as they are. Raises CacheError as the constructor does,
+        are resident, which changes what the model says; prompts stay as they are. predictor: of a prefetcher that was trained; what a
+        prefetcher learns begins anew. Raises CacheError as the constructor does,
         and UsageError for a rule that the model can't follow."""
         settings = settings or self.settings
         fixed = (self.settings.readers, self.settings.io)
@@ -192,8 +200,12 @@ class OffloadedDecoder:
         self.policy, self.admission, self.batch = policy, admission, batch
         self.staging = self._staging(capacity, admission, batch)
         self._tiers.throttle = settings.throttle
+        self._foresight, prefetch = None, choose(policy).prefetch
+        if prefetch is not None:
+            made = prefetch.make(Shape(self.n_layers, self.n_experts, self.top_k), predictor)
+            self._foresight = Foresight(made, self._blocks)
         for block in self._blocks:
-            block.guess = settings.guess
+            block.guess, block.foresight = settings.guess, self._foresight
             block.bend = None if reroute is None else Bend(reroute, renormalised=self.gates[0].renormalised)
         self._allocate()
 
@@ -329,6 +341,8 @@ class OffloadedDecoder:
                 # otherwise a layer sees to the next one while it computes itself
                 if not ended and (not step or self.n_layers == 1):
                     self._blocks[-1].refine_next()
+                if self._foresight is not None:
+                    self._foresight.token_over(first=not step)
                 timeline.token()
                 if ended:
                     break
@@ -337,6 +351,8 @@ class OffloadedDecoder:
         for block in self._blocks:
             block.land()
         self._strays.sweep()
+        if self._foresight is not None:
+            self._foresight.end()
         ledger.decode.storage_bytes = _since(read_before)
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
         self._doubt_direct(ledger)
@@ -371,8 +387,15 @@ class OffloadedDecoder:
         heads = self._blocks[0].heads
         check_heads(self, heads)
         there = ("probabilities", *(heads.kinds if heads is not None else ()))
-        wanted = {*choose(self.policy).policy.needs, *(there if keep_scores else ())}
-        scores = [kind for kind in SCORES if kind in wanted]
+        policy, prefetch = choose(self.policy).policy, choose(self.policy).prefetch
+        wanted = {
+            *policy.needs,
+            *(there if keep_scores else ()),
+            *(prefetch.kind.reads if prefetch is not None else ()),
+        }
+        scores = [kind for kind in (*SCORES, *SEEN[1:]) if kind in wanted]
+        if self._foresight is not None:
+            self._foresight.start()
         self._tiers.settle()
         carried = self._kept and self.settings.warm == "carry"
         if carried:

@@ -10,7 +10,8 @@ from remoe_cli.families.loader import kept_cache
 from remoe_cli.offload.decoded import Loads
 
 if TYPE_CHECKING:
-    from remoe_cli.offload.block import ExpertBlock, Ledger
+    from remoe_cli.offload.block import ExpertBlock
+    from remoe_cli.offload.ledger import Ledger
 
 _GO_ON = (DynamicLayer, DynamicSlidingWindowLayer)  # others keep states that only one token at a time goes on from
 

@@ -12,10 +12,11 @@ import torch
 from remoe_cli.cache import choose
 from remoe_cli.errors import UsageError
 from remoe_cli.families.loader import kept_cache
-from remoe_cli.offload.block import ExpertBlock, Ledger
+from remoe_cli.offload.block import ExpertBlock
 from remoe_cli.offload.checks import check_prompts
 from remoe_cli.offload.compute import running
 from remoe_cli.offload.decoded import Counts, Decoded, trace_of
+from remoe_cli.offload.ledger import Ledger
 from remoe_cli.offload.sampling import chooser, Sampling
 from remoe_cli.offload.store import storage_bytes
 from remoe_cli.offload.timing import Latency, Split

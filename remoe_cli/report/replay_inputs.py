@@ -73,7 +73,7 @@ def read_fitting(option: str, asked: Asked, path: Path, trace: RoutingTrace) -> 
 
 def is_tuned(word: str) -> bool:
     """Whether --tune chooses its parameter: it has a grid, and none was given."""
-    return ":" not in word and bool(choose(word).policy.grid)
+    return not {":", "+"} & {*word} and bool(choose(word).policy.grid)
 
 
 def _is_fitted(name: str) -> bool:

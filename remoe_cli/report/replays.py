@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from remoe_cli.cache import live_policies, Replay
+from remoe_cli.cache import choose, live_policies, Replay
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import BOOTSTRAP_SEED
 from remoe_cli.report.estimate import Estimate
@@ -48,6 +48,7 @@ def figures(done: Replay, references: References, sizes: Sizes, sessions: int = 
         "misses": done.misses,
         "evictions": done.evictions,
         "proactive": done.proactive,
+        "prefetch_bytes": done.prefetch_bytes,
         "prefill_accesses": done.prefill_accesses,
         "prefill_misses": done.prefill_misses,
         "hit_ratio": done.hit_ratio,
@@ -90,7 +91,7 @@ def best(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for cell in cells:
         place = cell["arm"], cell["capacity"]
-        if cell["policy"].partition(":")[0] in live and (place not in found or _moved(cell) < _moved(found[place])):
+        if choose(cell["policy"]).name in live and (place not in found or _moved(cell) < _moved(found[place])):
             found[place] = cell
     names = ("arm", "capacity", "policy", "admission", "hit_ratio", "loads_a_token", "mb_a_token", "gap_closed")
     return [{name: found[place][name] for name in names} for place in sorted(found)]

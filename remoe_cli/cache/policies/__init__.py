@@ -14,6 +14,7 @@ from remoe_cli.cache.policies import (
     fifo,
     gate,
     gate_ahead,
+    held,
     hindsight,
     least_stale,
     lfru,
@@ -29,7 +30,9 @@ from remoe_cli.cache.policies import (
     temporal,
     temporal_decayed,
 )
-from remoe_cli.cache.policy import Policy
+from remoe_cli.cache.policy import leave, Policy
+from remoe_cli.cache.prefetch import lacks as prefetch_lacks
+from remoe_cli.cache.prefetch import Wanted, wanted
 from remoe_cli.errors import CacheError
 
 if TYPE_CHECKING:
@@ -59,19 +62,21 @@ POLICIES: dict[str, Policy] = {
     "gate_ahead": gate_ahead.POLICY,
     "spatio_temporal": spatio_temporal.POLICY,
     "spatio": spatio.POLICY,
+    "held": held.POLICY,
     "hindsight": hindsight.POLICY,
     "belady": belady.POLICY,
 }
 
 
 class Chosen(NamedTuple):
-    """A policy as it was asked for: NAME, NAME:PARAMETER or NAME:PARAMETER:SECOND. parameter, second: the given ones, else
-    the policy's defaults, else 0."""
+    """A policy as it was asked for: NAME, NAME:PARAMETER or NAME:PARAMETER:SECOND, and +PREFETCHER. parameter, second: the given
+    ones, else the policy's defaults, else 0."""
 
     name: str
     policy: Policy
     parameter: float
     second: float = 0.0
+    prefetch: Wanted | None = None
 
     @property
     def constants(self) -> list[float]:
@@ -82,12 +87,14 @@ class Chosen(NamedTuple):
         """With its parameters, as `choose` takes it."""
         asked = [self.policy.parameter, self.policy.second]
         given = [repr(one) for one, has in zip((self.parameter, self.second), asked) if has is not None]
-        return ":".join([self.name, *given])
+        return ":".join([self.name, *given]) + ("" if self.prefetch is None else f"+{self.prefetch.word}")
 
 
 def choose(asked: str) -> Chosen:
-    """Raises CacheError for an unknown name or a parameter that the policy does not take."""
-    name, *texts = asked.split(":")
+    """Raises CacheError for an unknown name, a parameter that the policy or prefetcher does not take, or a policy that does not go
+    with a prefetcher."""
+    own, plus, ahead = asked.partition("+")
+    name, *texts = own.split(":")
     if name not in POLICIES:
         near = nearest(name)
         guess = f" (did you mean {near}?)" if near else ""
@@ -111,7 +118,17 @@ def choose(asked: str) -> Chosen:
                 f"policy {name} takes a {kind} from {low:g} to {high:g}{which}, not {text!r}.", f"{TRY} {name}"
             )
         values[place] = value
-    return Chosen(name, policy, *values)
+    if plus and not takes_prefetch(policy):
+        raise CacheError(
+            f"policy {name} takes no prefetcher: it goes with those that rank each expert by itself, such as lru or lfu.",
+            f"{TRY} lru+{ahead}",
+        )
+    return Chosen(name, policy, *values, wanted(ahead, own) if plus else None)
+
+
+def takes_prefetch(policy: Policy) -> bool:
+    """Whether who leaves for a prefetched expert is told by the policy's key alone."""
+    return policy.key is not None and policy.leave is leave and not policy.refines and "future" not in policy.needs
 
 
 def nearest(name: str) -> str | None:
@@ -131,7 +148,8 @@ def live_policies() -> list[str]:
 
 def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> str | None:
     """What a trace would need to be replayed with this policy and which option gives it; None where nothing is missing."""
-    needs = choose(asked).policy.needs
+    chosen = choose(asked)
+    needs = chosen.policy.needs
     foreign = _FOREIGN if trace.provenance.get("kind") == "imported" else ""
     if "weights" in needs and trace.weights is None:
         return f"the trace has no routing weights; remoe trace records them{foreign}"
@@ -144,4 +162,4 @@ def lacks(asked: str, trace: RoutingTrace, fit: RoutingTrace | None = None) -> s
         return f"the trace has no router probabilities; remoe trace --probabilities records them{foreign}"
     if "fit" in needs and "future" not in needs and fit is None:
         return "it is fitted on another trace of the same model, which --fit names"
-    return None
+    return None if chosen.prefetch is None else prefetch_lacks(chosen.prefetch, trace, foreign)
