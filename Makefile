@@ -15,11 +15,12 @@ elif $(1) install --dry-run --no-deps --ignore-installed torch==2.13.0 2>/dev/nu
 else $(1) install --quiet 'torch>=2.7' --index-url https://download.pytorch.org/whl/cpu; fi
 endef
 
-.PHONY: demo test test-faults test-interop test-oldest test-gpu bench-decode bench-gpu bench-train lint format checkpoint clean help
+.PHONY: demo docs test test-faults test-interop test-oldest test-gpu bench-decode bench-gpu bench-train lint format checkpoint clean help
 
 help:
 	@echo "make demo    set up, then finetune -> eval -> push on the embedded checkpoint (under 10 minutes on 2 cores)"
 	@echo "make test    set up, then lint, types and the test suite"
+	@echo "make docs    the site, into build/site, with every link and anchor checked"
 	@echo "make test-faults   every fault, kill -9 and Ctrl-C; make test runs three of each kind"
 	@echo "make test-oldest   the families with the oldest transformers that is supported"
 	@echo "make test-interop  deltas applied in other runtimes: transformers, peft, accelerate; llama.cpp and vLLM where they are installed"
@@ -30,6 +31,12 @@ help:
 
 demo: $(READY)
 	$(BIN)/python recipes/demo/run.py
+
+# NO_MKDOCS_2_WARNING: Material's notice about a release that pyproject.toml excludes
+docs: $(READY)
+	$(BIN)/python docs/make_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html (its search needs a server: python -m http.server -d build/site)"
 
 test: $(READY)
 	$(BIN)/ruff check .

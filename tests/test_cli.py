@@ -338,9 +338,12 @@ def test_help_version_and_module():
 
 def test_every_command_is_documented():
     docs = Path(__file__).parent.parent / "docs"
-    page = runpy.run_path(str(docs / "make_commands.py"))["page"]()
-    assert (docs / "commands.md").read_text() == page, "python docs/make_commands.py writes it anew"
-    assert "## remoe runs rm" in page and "## remoe pull" in page
+    pages = runpy.run_path(str(docs / "make_commands.py"))["pages"]()
+    there = {path.relative_to(docs).as_posix() for path in (docs / "commands").iterdir()}
+    assert there == set(pages) - {"commands.md"}, "python docs/make_commands.py writes them anew"
+    for name, page in pages.items():
+        assert (docs / name).read_text() == page, f"{name}: python docs/make_commands.py writes it anew"
+    assert "## remoe runs rm" in pages["commands/runs.md"] and "commands/pull.md" in pages["commands.md"]
 
 
 def test_every_kind_of_error_is_documented():
