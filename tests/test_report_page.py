@@ -185,6 +185,23 @@ def test_reports_are_written_in_lines_a_person_can_read(report):
     assert json.loads(to_json(odd)) == odd
 
 
+def test_tasks_are_on_the_page(remoe, report):
+    tuned = {"name": "remoe", "score": 0.49, "change": -0.01, "change_95": [-0.03, 0.01], "p": 0.6, "test": "mcnemar"}
+    metric = {
+        "metric": "exact_match",
+        "filter": "strict-match",
+        "n": 100,
+        "arms": [{"name": "base", "score": 0.5}, tuned],
+    }
+    report["tasks"] = [{"task": "gsm8k", "metrics": [metric]}]
+    Path("report.json").write_text(to_json(report))
+    remoe("report", "report.json")
+    text = Path("report.html").read_text()
+    assert "<h2>Tasks</h2>" in text and '<th scope="row">gsm8k</th>' in text and '<td data-arm="base">50.0' in text
+    with chromium() as browser:
+        assert faults(browser, Path("report.html").resolve(), 360, "light") == []
+
+
 # ---- several runs
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from remoe_cli.report import charts
+from remoe_cli.report.renderers import tasks
 from remoe_cli.report.rows import conditions, table
 from remoe_cli.report.verdict import verdict
 
@@ -37,7 +38,8 @@ def html(report: dict[str, Any]) -> str:
             row for row in rows if row.label in _HEADLINE and (row.group == "text" or row.group.startswith("C = "))
         ],
         rows=rows,
-        conditions=conditions(report),
+        conditions=[*conditions(report), *tasks.sentences(report)],
+        tasks=[dict(zip(tasks.HEADER, row, strict=True)) for row in tasks.table(report)],
         charts=[one for one in drawn if one[2]],
         colours=charts.PAGE_COLOURS,
     )
