@@ -248,7 +248,9 @@ def test_arms_that_answer_differently_score_as_by_hand(remoe, run, made):
         Path.cwd(), rows, more="doc_to_text: q\ndoc_to_target: label\ndoc_to_choice: choices\nnum_fewshot: 0"
     )
     report = report_of(remoe("eval", run, *QUICK, "--tasks", task, "--json"))
-    (metric,) = report["tasks"][0]["metrics"]
+    (row,) = report["tasks"]
+    (metric,) = row["metrics"]
+    assert (row["task"], row["source"]) == ("own", "own.yaml"), "no path of this machine"
     assert metric["metric"] == "acc" and metric["n"] == 40
     assert [arm["score"] for arm in metric["arms"]] == pytest.approx([sum(one) / 40 for one in right])
     arm = metric["arms"][1]
@@ -269,6 +271,10 @@ def test_the_report_of_generated_answers_made_without_a_network(remoe, run, tmp_
     assert row["items"] == 2 and len(row["items_sha256"]) == 64
     for shown in (ran.out, markdown(report)):
         assert "exact_match, strict-match" in shown and "McNemar" in shown and "gsm8k, 2 of test.jsonl, 5-shot" in shown
+    page = (run / "report.html").read_text()
+    assert "exact_match, strict-match, of 2" in page and "McNemar" in page
+    narrow = tables.terminal(report, 40)
+    assert max(map(len, narrow)) <= 40 and narrow[-1].endswith("1.000")
     assert "base: task answers 2/2" in ran.err and "Running" not in ran.err
 
 

@@ -75,7 +75,8 @@ def _load(name: str, file: Path | None, few_shot: int | None, again: Callable[..
         )
     if any(part.startswith("ifeval") for part in parts):
         _check_sentences()
-    return Loaded(name, file.name if file else _hub_names(parts), parts)
+    source = file.name if file else Path(name).name if own else _hub_names(parts)
+    return Loaded(Path(name).stem if own else name, source, parts)
 
 
 def _check_sentences() -> None:

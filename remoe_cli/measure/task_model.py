@@ -9,6 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from remoe_cli.console import Bar, progress
 
+_LOGITS = 1 << 30  # bytes of a batch's logits, which HFLM keeps of every position
 OWN_LENGTH = 256  # tokens of an answer where the task does not say, as HFLM has it
 
 
@@ -16,20 +17,25 @@ class TaskModel(HFLM):
     """cut: of each of lm-eval's tasks the items whose prompt's beginning was cut off. first: the first prompt."""
 
     def __init__(self, model: Any, tokenizer: Any, title: str, batch: int, stderr: TextIO) -> None:
-        """title: of the progress, which is shown on stderr, whatever stands in for it meanwhile."""
+        """title: of the progress, which is shown on stderr, whatever stands in for it meanwhile. batch: the most requests that
+        are computed together."""
         super().__init__(pretrained=model, tokenizer=tokenizer, batch_size=batch)
         self.cut: dict[str, set[int]] = defaultdict(set)
         self.first: str | None = None
-        self._title, self._stderr = title, stderr
+        self._title, self._most, self._stderr = title, batch, stderr
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        for one in requests:
-            self._look(one, len(self.tok_encode("".join(one.args))) - 1)
+        lengths = [len(self.tok_encode("".join(one.args))) - 1 for one in requests]
+        for one, length in zip(requests, lengths, strict=True):
+            self._look(one, length)
+        row = 4 * min(max(lengths), self.max_length) * self.config.get_text_config().vocab_size
+        self.batch_size_per_gpu = max(1, min(self._most, _LOGITS // row))
         return self._answered("choices", super().loglikelihood, requests)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         for one in requests:
             self._look(one, len(self.tok_encode(one.args[0])) + one.args[1].get("max_gen_toks", OWN_LENGTH))
+        self.batch_size_per_gpu = self._most
         return self._answered("answers", super().generate_until, requests)
 
     def bos(self) -> str:

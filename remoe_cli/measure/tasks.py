@@ -155,7 +155,7 @@ class Tasks:
         hashes = _pool(base, task.parts, *next(iter(measures))).hashes if measures else []
         return {
             "task": task.name, "source": task.source, "parts": len(task.parts),
-            "version": str(part.VERSION) if part.VERSION is not None else None, "few_shot": part.get_config("num_fewshot"),
+            "version": (part.config.metadata or {}).get("version"), "few_shot": part.get_config("num_fewshot"),
             "items": len(hashes), "items_sha256": hashlib.sha256("".join(hashes).encode()).hexdigest(),
             "cut": sum(self._cut.get(name, 0) for name in task.parts), "metrics": metrics,
         }  # fmt: skip

@@ -38,8 +38,8 @@ def html(report: dict[str, Any]) -> str:
             row for row in rows if row.label in _HEADLINE and (row.group == "text" or row.group.startswith("C = "))
         ],
         rows=rows,
+        scores=tasks.by_arm(report),
         conditions=[*conditions(report), *tasks.sentences(report)],
-        tasks=[dict(zip(tasks.HEADER, row, strict=True)) for row in tasks.table(report)],
         charts=[one for one in drawn if one[2]],
         colours=charts.PAGE_COLOURS,
     )

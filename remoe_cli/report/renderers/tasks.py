@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from io import StringIO
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from remoe_cli.report.rows import number
+from remoe_cli.report.renderers.grid import grid
+from remoe_cli.report.rows import number, Row
 
 HEADER = ("task", "metric", "n", "base", "arm", "score", "change", "p")
+_LEFT = (0, 1, 4)  # words
 
 
 def table(report: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -24,6 +22,18 @@ def table(report: dict[str, Any]) -> list[tuple[str, ...]]:
         for task in report.get("tasks") or []
         for metric in task["metrics"]
         for arm in metric["arms"][1:]
+    ]  # fmt: skip
+
+
+def by_arm(report: dict[str, Any]) -> list[Row]:
+    """The same with a cell for each arm, as the other tables of a report have it."""
+    return [
+        Row(
+            task["task"], f"{measure_name(metric)}, of {metric['n']:,}",
+            [_percent(metric["arms"][0]["score"]), *map(_beside_base, metric["arms"][1:])],
+        )
+        for task in report.get("tasks") or []
+        for metric in task["metrics"]
     ]  # fmt: skip
 
 
@@ -44,19 +54,10 @@ def sentences(report: dict[str, Any]) -> list[str]:
     ]
 
 
-def terminal(report: dict[str, Any], width: int) -> str:
-    """Plain text, at most `width` columns; nothing without tasks."""
+def terminal(report: dict[str, Any], width: int) -> list[str]:
+    """Lines of plain text, at most `width` columns; none without tasks."""
     rows = table(report)
-    if not rows:
-        return ""
-    view = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 1))
-    for place, name in enumerate(HEADER):
-        view.add_column(name, justify="left" if place in (0, 1, 4) else "right", overflow="fold")
-    for row in rows:
-        view.add_row(*row)
-    out = Console(file=StringIO(), width=width, highlight=False)
-    out.print(view)
-    return out.file.getvalue()  # type: ignore[attr-defined]
+    return grid(HEADER, rows, width, left=2) if rows else []
 
 
 def markdown(report: dict[str, Any]) -> Iterator[str]:
@@ -64,7 +65,7 @@ def markdown(report: dict[str, Any]) -> Iterator[str]:
     rows = table(report)
     if rows:
         yield f"| {' | '.join(HEADER)} |"
-        yield f"|{''.join('---|' if place in (0, 1, 4) else '---:|' for place in range(len(HEADER)))}"
+        yield f"|{''.join('---|' if place in _LEFT else '---:|' for place in range(len(HEADER)))}"
         yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -81,6 +82,10 @@ def _items(task: dict[str, Any]) -> str:
     parts = f" in {task['parts']} parts" if task["parts"] > 1 else ""
     cut = f", {task['cut']} prompts cut at their beginning" if task["cut"] else ""
     return f"{task['task']}, {task['items']:,} of {task['source']}{parts}{shots}{cut}"
+
+
+def _beside_base(arm: dict[str, Any]) -> str:
+    return f"{_percent(arm['score'])}, {_change(arm)}, p {_chance(arm['p'])}"
 
 
 def _percent(score: float | None) -> str:

@@ -25,8 +25,14 @@ def terminal(report: dict[str, Any], width: int = 110) -> str:
     out = Console(file=StringIO(), width=width, highlight=False)
     for line in grid(["", *names], lines, width):
         out.print(line, markup=False)
-    if scores := tasks.terminal(report, width):
-        out.print(f"\n{scores}", markup=False, end="")
-    for line in ["", *conditions(report), *tasks.sentences(report), *(f"Note: {note}" for note in report["notes"])]:
+    scores = tasks.terminal(report, width)
+    for line in [
+        *([""] if scores else []),
+        *scores,
+        "",
+        *conditions(report),
+        *tasks.sentences(report),
+        *(f"Note: {note}" for note in report["notes"]),
+    ]:
         out.print(line, markup=False)
     return out.file.getvalue()  # type: ignore[attr-defined]
