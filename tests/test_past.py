@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from decoding import NEW, PROMPT
 from tiny_models import EXPERTS, MODEL_TYPES
@@ -29,7 +30,7 @@ def test_told_tokens_and_counts_are_those_of_a_plain_run(checkpoint, sampling):
     assert [a.hits <= b.hits and a.misses <= b.misses for a, b in zip(told, told[1:])] == [True] * (NEW - 1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gate_ahead:2"])
+@pytest.mark.parametrize("policy", ["lru", "gate_ahead:2", "lru+st_moe:2"])
 @pytest.mark.parametrize("after", [1, 2, 7])
 def test_an_answer_ended_early_is_the_beginning_of_the_whole_one(folders, after, policy):
     checkpoint = Checkpoint.open(folders("deepseek_v2"))
@@ -98,14 +99,22 @@ def test_an_error_leaves_a_past_that_begins_anew(folders):
 
 
 def test_past_a_window_nothing_is_taken_back(tmp_path):
-    import tiny_models
-
     checkpoint = Checkpoint.open(tiny_models.make("gpt_oss", tmp_path, sliding_window=4))
     with OffloadedDecoder(checkpoint, 3) as decoder:
         past = Past()
         first = decoder.go_on(past, PROMPT, 5, lambda _: False)
         text = [*PROMPT, *first.ids[:-2], 99]
         assert past.rest(text) == text and past.ids == []
+        assert decoder.go_on(past, text, 5, lambda _: False).ids == decoder.decode(text, 5).ids
+
+
+def test_a_model_that_keeps_another_state_reads_all_again(tmp_path):
+    checkpoint = Checkpoint.open(tiny_models.make("qwen3_next", tmp_path))
+    with OffloadedDecoder(checkpoint, 3) as decoder:
+        past = Past()
+        first = decoder.go_on(past, PROMPT, 5, lambda _: False)
+        text = [*PROMPT, *first.ids, *MORE]
+        assert past.ids == [] and past.rest(text) == text
         assert decoder.go_on(past, text, 5, lambda _: False).ids == decoder.decode(text, 5).ids
 
 

@@ -341,7 +341,7 @@ class OffloadedDecoder:
                 # otherwise a layer sees to the next one while it computes itself
                 if not ended and (not step or self.n_layers == 1):
                     self._blocks[-1].refine_next()
-                if self._foresight is not None:
+                if self._foresight is not None and not ended:
                     self._foresight.token_over(first=not step)
                 timeline.token()
                 if ended:
