@@ -13,12 +13,14 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
+_NARROW = 70  # columns
 _usual = Console(stderr=True, highlight=False, soft_wrap=True)
 _silent = Console(quiet=True, force_terminal=False)
 _stderr = _usual
@@ -83,12 +85,19 @@ class Bar:
         self._already = already
         self._begin = self._said = time.monotonic()
         self._shown = 0
-        self._live = Progress(
-            TextColumn("{task.description}", markup=False), BarColumn(),
-            *([DownloadColumn(), TransferSpeedColumn()] if in_bytes else [MofNCompleteColumn()]), TimeElapsedColumn(),
-            TextColumn("eta"), TimeRemainingColumn(), TextColumn("{task.fields[detail]}", markup=False), console=_stderr,
-        ) if _stderr.is_terminal else None  # fmt: skip
-        self._task = self._live.add_task(title, total=total, completed=already, detail="") if self._live else None
+        self._live = Progress(*self._columns(), console=_stderr) if _stderr.is_terminal else None
+        shown = title if _stderr.width >= _NARROW else title[: max(10, _stderr.width - 20)]
+        self._task = self._live.add_task(shown, total=total, completed=already, detail="") if self._live else None
+
+    def _columns(self) -> list[ProgressColumn | str]:
+        """On a narrow terminal the figures alone."""
+        title, detail = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[detail]"))
+        count: list[ProgressColumn] = (
+            [DownloadColumn(), TransferSpeedColumn()] if self._in_bytes else [MofNCompleteColumn()]
+        )
+        if _stderr.width < _NARROW:
+            return [title, count[0], TimeRemainingColumn(compact=True)]
+        return [title, BarColumn(), *count, TimeElapsedColumn(), "eta", TimeRemainingColumn(), detail]
 
     def update(self, done: int, detail: str = "") -> None:
         """done: units finished of `total`; detail: what else to show, such as losses or a rate."""

@@ -1,10 +1,13 @@
 """Terminal manners: --quiet and --verbose anywhere, no colour where none is wanted, nothing live in a log."""
 
+import io
 import json
+import re
 import time
 
 import pytest
 from commands import refused
+from rich.console import Console
 from terminal import colours, on_a_terminal, plain
 
 from remoe_cli import console
@@ -76,3 +79,16 @@ def test_a_terminal_of_40_columns_without_colour(tmp_path):
     assert code == 0 and not colours(shown) and max(map(len, plain(shown).splitlines())) <= 40
     _, shown = on_a_terminal(["eval", "--help"], 80, tmp_path)
     assert colours(shown), "the terminal of this test shows colours where they are wanted"
+
+
+def test_a_bar_on_a_narrow_terminal_shows_its_figures(monkeypatch):
+    for width in (40, 100):
+        stream = io.StringIO()
+        monkeypatch.setattr(
+            console, "_stderr", Console(file=stream, force_terminal=True, width=width, color_system=None)
+        )
+        with console.progress("a job with a name that is rather long", 12) as bar:
+            bar.update(5, "loss 1.5")
+        shown = plain(stream.getvalue())
+        assert "5/12" in shown and ("loss 1.5" in shown) is (width == 100)
+        assert max(map(len, re.split(r"[\r\n]", shown))) <= width

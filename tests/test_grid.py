@@ -76,3 +76,12 @@ def test_commands_with_tables_keep_within_the_terminal(remoe, made, columns, mon
     assert ran.code == 0 and "perplexity, change" in ran.out
     told = ran.out.split("Text: ")[0]
     assert max(map(len, told.splitlines())) <= columns and "Belady bypass" in told
+
+
+def test_a_replay_on_a_very_narrow_terminal(remoe, made, monkeypatch):
+    asked = ("--requests", 2, "--prompt-tokens", 4, "--new-tokens", 4, "--out", "t.trace")
+    assert remoe("trace", made / "model", "--prompts", made / "texts.jsonl", *asked).code == 0
+    monkeypatch.setenv("COLUMNS", "30")
+    told = remoe("replay", "t.trace", "--cache", "2,4", "--policy", "lru").out.split("Simulated:")[0].splitlines()
+    assert max(map(len, told[1:])) <= 30 and "C = 2" in told and "C = 4" in told
+    assert sum(line.startswith("policy  admission") for line in told) > 2, "the first columns begin each block"

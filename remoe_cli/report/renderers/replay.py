@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from remoe_cli.report.renderers.grid import grid as narrowed
 from remoe_cli.report.rows import megabytes, number
 
 WIDTH = 120
@@ -95,6 +96,11 @@ def _by_capacity(
         grids = [grid(group) for group in groups]
         if at_once == 1 or max(len(lines[0]) for lines in grids) <= width:
             break
+    if max(len(lines[0]) for lines in grids) > width:
+        for capacity in result["capacities"]:
+            body = [[*label, *cells.get((*row, capacity), missing)] for label, row in zip(labels, rows)]
+            yield from [f"C = {capacity}", *narrowed([*above, *heads], body, width, len(above)), ""]
+        return
     for lines in grids:
         yield from [*(line.rstrip() for line in lines), ""]
 
