@@ -13,6 +13,7 @@ import torch
 from remoe_cli import __version__
 from remoe_cli.apply import find_delta
 from remoe_cli.cache import choose, live_policies
+from remoe_cli.cache.prefetch.predictor import Predictor
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta, gates_for, heads_for
@@ -29,6 +30,7 @@ from remoe_cli.measure.decode_options import (
     fitted,
     Plan,
     plan_of,
+    predictor_of,
     PROMPT,
     rule_of,
     shorter_of,
@@ -69,6 +71,7 @@ class Ready(NamedTuple):
     applied: bool
     rule: Rule | None
     tokenizer: Any
+    predictor: Predictor | None
 
 
 def decode(model: str, asked: Asked) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def decode(model: str, asked: Asked) -> dict[str, Any]:
         notes = [*prompts.notes, *taken(decoder, plan)]
         for sentence in notes:
             note(f"Note: {sentence}")
-        rows = list(_rows(decoder, plan, asked, tuned, found.rule, prompts, tokenizer))
+        rows = list(_rows(decoder, plan, asked, tuned, found.rule, prompts, tokenizer, found.predictor))
         return {
             **about(decoder, plan, model, asked, prompts.ids, prompts.source, prompts.rows),
             "notes": notes,
@@ -107,6 +110,7 @@ def ready(model: str, asked: Asked) -> Ready:
         where = pick_device(asked.device)
     found = fetch_config(model)
     family_of(found.config, model)
+    predictor = predictor_of(asked.policy, asked.predictor, again)
     check_for_model(plan, top_k_of(found.config), asked, model)
     room_of(found.config, plan, asked, model)
     change = find_delta(asked.delta) if asked.delta is not None else None
@@ -121,7 +125,7 @@ def ready(model: str, asked: Asked) -> Ready:
         )
     layer = experts_on_disk(checkpoint)[0]
     rule = rule_of(asked.reroute, layer.top_k, layer.n_experts, again)
-    return Ready(plan, where, checkpoint, change, applied, rule, load_tokenizer(checkpoint))
+    return Ready(plan, where, checkpoint, change, applied, rule, load_tokenizer(checkpoint), predictor)
 
 
 @contextmanager
@@ -137,7 +141,7 @@ def opened(model: str, asked: Asked, found: Ready, longest: int) -> Iterator[tup
         decoder = OffloadedDecoder(
             found.checkpoint, max(plan.capacities), asked.policy, admission=asked.admission, device=found.device,
             threads=compute_threads(asked.threads), settings=plan.settings, pack=asked.pack, batch=max(plan.batches),
-            tokens=longest * max(*plan.batches, asked.sessions),
+            tokens=longest * max(*plan.batches, asked.sessions), predictor=found.predictor,
         )  # fmt: skip
     with decoder:
         tuned: Change = {}, None
@@ -158,7 +162,10 @@ def about(
     return {
         "format": FORMAT,
         "remoe": __version__,
-        "requested": {"model": model, **asdict(asked), "pack": asked.pack and str(asked.pack)},
+        "requested": {
+            "model": model, **asdict(asked), "pack": asked.pack and str(asked.pack),
+            "predictor": asked.predictor and str(asked.predictor),
+        },
         "model": {
             "id": checkpoint.id, "commit": checkpoint.commit, "moe_layers": decoder.n_layers,
             "n_experts": decoder.n_experts, "top_k": decoder.top_k, "expert_bytes": decoder.expert_bytes,
@@ -198,7 +205,8 @@ class _Run(NamedTuple):
 
 
 def _rows(
-    decoder: OffloadedDecoder, plan: Plan, asked: Asked, change: Change, rule: Rule | None, prompts: _Prompts, tokenizer: Any
+    decoder: OffloadedDecoder, plan: Plan, asked: Asked, change: Change, rule: Rule | None, prompts: _Prompts, tokenizer: Any,
+    predictor: Predictor | None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """One row a combination: throttle by throttle, then batch, tokens, cache; with --beside-base two."""
     capacities = list(dict.fromkeys(min(capacity, decoder.n_experts) for capacity in plan.capacities))
@@ -214,7 +222,7 @@ def _rows(
         decoder.apply_gates(*(change if run.tuned else ({}, None)))
         decoder.configure(
             run.capacity, run.policy, admission=run.admission, batch=batch, reroute=rule if run.reroute else None,
-            settings=replace(decoder.settings, throttle=throttle),
+            settings=replace(decoder.settings, throttle=throttle), predictor=predictor,
         )  # fmt: skip
         done: list[Decoded | DecodedBatch] = []
         floors: list[Floor] = []

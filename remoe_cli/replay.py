@@ -17,6 +17,8 @@ from remoe_cli.cache.budgets import equal_memory, fit_budgets
 from remoe_cli.cache.curve import lru_curve
 from remoe_cli.cache.expert_cache import ADMISSIONS
 from remoe_cli.cache.policies import lacks
+from remoe_cli.cache.prefetch import unserved
+from remoe_cli.cache.prefetch.predictor import Predictor
 from remoe_cli.cache.replay import clash, prepare
 from remoe_cli.cache.replay import replay as run
 from remoe_cli.console import Bar, note, progress
@@ -80,7 +82,8 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
         for form in ADMISSIONS
         for capacity in capacities
     }
-    bench = _Bench(path, asked, rules, slots, others["fit"], sizes)
+    predictor = None if asked.predictor is None else Predictor.read(asked.predictor)
+    bench = _Bench(path, asked, rules, slots, others["fit"], sizes, predictor)
     if others["tune"] is not None:
         policies = _tuned(bench, Arm("tune", "", others["tune"]), policies, admissions, capacities, notes)
     keys = [Key(*key) for key in _product(policies, admissions, capacities)]
@@ -99,6 +102,7 @@ def replay(path: Path, asked: Asked, with_figures: bool = True) -> dict[str, Any
             "from_trace": from_trace,
             "budgets": asked.budgets and str(asked.budgets),
             "fit": asked.fit and str(asked.fit),
+            "predictor": asked.predictor and str(asked.predictor),
             "tune": asked.tune and str(asked.tune),
         },
         "policies": policies,
@@ -142,10 +146,14 @@ class _Bench:
     slots: dict[tuple[str, int], _Slots]
     fit: RoutingTrace | None
     sizes: Sizes
+    predictor: Predictor | None = None
 
     def hindrance(self, arm: Arm, key: Key) -> Hindrance | None:
         if (missing := lacks(key.policy, arm.trace, self.fit)) is not None:
             return Hindrance(missing, self._with_what_is_missing(arm, key.policy))
+        prefetch = choose(key.policy).prefetch
+        if prefetch is not None and (why := unserved(prefetch, arm.trace, self.predictor)) is not None:
+            return Hindrance(why, self.asked.command(self.path, policies=["lru"], predictor=None))
         rules = self.rules
         if (why := clash(key.policy, rules["step"], rules["warm"])) is not None:
             mend = {"step": "atomic"} if rules["step"] == "sequential" else {"warm": "prefill"}
@@ -171,7 +179,10 @@ class _Bench:
             return None  # a recording of gates that have heads has their scores
         else:
             out = free_name(path.with_name(f"{path.stem}-full.trace"))
-            first = recording(arm.trace, out, "--probabilities")
+            reads = () if (prefetch := choose(policy).prefetch) is None else prefetch.kind.needs
+            options = ["--guesses"] * any(one.startswith("guess") for one in reads) + ["--hidden"] * ("hidden" in reads)
+            plain = "probabilities" in (*reads, *choose(policy).policy.needs)
+            first = recording(arm.trace, out, *(["--probabilities"] * plain), *options)
             then = self.asked.command(self.path, against=out) if arm.role == "base" else self.asked.command(out)
         return first and f"{first} && {then}"
 
@@ -180,7 +191,10 @@ class _Bench:
         assert slots is not None
         in_bytes = self.sizes.layer_bytes if self.rules["pool"] == "bytes" else None
         sizes = None if in_bytes is None else in_bytes.astype(np.int64).tolist()
-        return run(trace, key.policy, slots, admission=key.admission, fit=self.fit, expert_bytes=sizes, **self.rules)
+        return run(
+            trace, key.policy, slots, admission=key.admission, fit=self.fit, predictor=self.predictor, expert_bytes=sizes,
+            **self.rules,
+        )  # fmt: skip
 
 
 def _tuned(

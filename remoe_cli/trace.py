@@ -33,6 +33,8 @@ class Asked(NamedTuple):
     new_tokens: int | None = None
     probabilities: bool = False
     seed: int = 0
+    guesses: bool = False
+    hidden: bool = False
 
 
 def record(
@@ -96,8 +98,12 @@ def record(
     layers = experts_on_disk(checkpoint)
     tokens = sum(map(len, starts)) + len(starts) * new_tokens
     n_heads = len(change.heads) // len(layers) if change is not None else 0
-    scores = n_heads + (asked.probabilities or n_heads > 0)  # a policy that reads heads reads the router too
-    _check_room(out, tokens * len(layers) * (4 * layers[0].top_k + 2 * scores * layers[0].n_experts), again)
+    keep = asked.probabilities or n_heads > 0  # a policy that reads heads reads the router too
+    scores = n_heads + keep
+    scores += 2 * asked.guesses  # with the shared experts and without
+    states = int(found.config.get("hidden_size", 0)) if asked.hidden else 0
+    a_layer = 4 * layers[0].top_k + 2 * scores * layers[0].n_experts + 2 * states
+    _check_room(out, tokens * len(layers) * a_layer, again)
     dtype = compute_dtype(checkpoint, where, recipe.train.dtype)
     loaded = load_resident(checkpoint, dtype, where)
     gates, heads = find_gates(loaded), None
@@ -119,7 +125,8 @@ def record(
             bar.update(done, f"  {done / max(time.monotonic() - begin, 1e-3):,.0f} tokens/s")
 
         decoded = decode(
-            loaded, gates, starts, new_tokens, forced, prefill=True, probabilities=scores > 0, heads=heads,
+            loaded, gates, starts, new_tokens, forced, prefill=True, probabilities=keep, guesses=asked.guesses,
+            hidden=asked.hidden, heads=heads,
             provenance=provenance, on_tokens=show,
         )  # fmt: skip
     trace = decoded.trace

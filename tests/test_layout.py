@@ -14,7 +14,7 @@ LAYERS = {
     "errors": 0, "atomic": 0, "copies": 0, "console": 0, "environment": 0, "sizes": 0, "memory": 0, "config": 0,
     "recipe_rules": 1, "recipe": 1, "run": 1, "demo": 1, "routing": 1, "cache": 1, "report": 1, "hub": 1, "families": 1, "objectives": 1, "delta": 1, "gguf": 1,
     "train": 2, "measure": 2, "offload": 2, "stream": 2, "talk": 2,
-    "finetune": 3, "finetuned": 3, "resumed": 3, "evaluate": 3, "apply": 3, "push": 3, "pull": 3, "decode": 3, "trace": 3, "replay": 3, "reroute": 3, "pack": 3, "sweep": 3, "inspect": 3, "inspect_model": 3, "diff": 3, "merge": 3, "plan": 3, "show": 3, "generate": 3, "chat": 3, "plan_decode": 3, "doctor": 3,
+    "finetune": 3, "finetuned": 3, "resumed": 3, "evaluate": 3, "apply": 3, "push": 3, "pull": 3, "decode": 3, "trace": 3, "replay": 3, "reroute": 3, "pack": 3, "sweep": 3, "inspect": 3, "inspect_model": 3, "diff": 3, "merge": 3, "plan": 3, "show": 3, "generate": 3, "chat": 3, "plan_decode": 3, "doctor": 3, "predictor": 3,
     "cli": 4, "__main__": 5,
     "__init__": 5,
 }  # fmt: skip

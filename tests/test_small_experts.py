@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import make_model, refused, report_of
@@ -14,8 +15,9 @@ from tiny_models import EXPERTS
 from remoe_cli.cache import replay
 from remoe_cli.families.loader import experts_on_disk
 from remoe_cli.hub.checkpoint import Checkpoint
-from remoe_cli.offload import OffloadedDecoder, pack
+from remoe_cli.offload import OffloadedDecoder, pack, Settings
 from remoe_cli.offload.layout import Layout
+from remoe_cli.offload.rows import light_ones
 from remoe_cli.offload.small import blocked, GROUPS, has_kernel, int4, int8, Small
 from remoe_cli.offload.small_pack import error_of
 
@@ -229,3 +231,76 @@ def test_what_is_refused(remoe, model):
     odd = make_model(Path("odd"), hidden_size=48, moe_intermediate_size=64)
     refused(remoe("pack", odd, "--experts", "int4", "--out", "y"), "experts with 48 inputs", "--experts int8")
     assert remoe("pack", odd, "--experts", "int8", "--out", "y").code == 0
+
+
+# ---- mixed precision on a miss
+
+
+def test_light_experts_by_hand():
+    experts, weights = np.array([7, 2, 5, 1], np.int16), np.array([0.5, 0.3, 0.15, 0.05], np.float16)
+    assert light_ones(experts, weights, 0.6) == {5, 1}  # 7 and 2 reach .8; before 5 stands .8
+    assert light_ones(experts, weights, 0.0) == {7, 2, 5, 1} and light_ones(experts, weights, 1.0) == set()
+    assert light_ones(experts, 3 * weights, 0.6) == {5, 1}, "shares, not sums"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heavy_misses_come_as_stored_and_light_ones_in_fewer_bits(wide, tmp_path, family):
+    """Ends: all heavy is the stored model, bit for bit; all light is the small one. Between, bytes are those of a plain count."""
+    checkpoint = wide(family)
+    layers = experts_on_disk(checkpoint)
+    pack.write(layers, checkpoint, tmp_path / "store", form=pack.Form("int4", 32))
+    found: dict = {}
+    for heavy in (1.0, 0.5, 0.0):
+        how = Settings(heavy=heavy)
+        with OffloadedDecoder(checkpoint, 3, pack=tmp_path / "store", settings=how) as decoder:
+            found[heavy] = decoder.decode(PROMPT, NEW, keep_logits=True)
+            small = sum(piece.nbytes for piece in decoder.light[0].pieces(0))
+        done = found[heavy]
+        assert (done.counts.hits, done.counts.misses) == replayed(done.trace, 3)
+        light = slow_light(done.trace, 3, heavy)
+        assert done.counts.light == light
+        expected = (done.counts.misses - light) * decoder.expert_bytes + light * small
+        assert done.counts.decode.bytes == expected
+    with OffloadedDecoder(checkpoint, 3) as decoder:
+        assert torch.equal(decoder.decode(PROMPT, NEW, keep_logits=True).logits, found[1.0].logits)
+    assert found[1.0].counts.light == 0 and found[0.0].counts.light == found[0.0].counts.misses
+    assert 0 < found[0.5].counts.light < found[0.5].counts.misses
+
+
+def replayed(trace, capacity):
+    simulated = replay(trace, "lru", capacity)
+    return simulated.hits, simulated.misses
+
+
+def slow_light(trace, capacity, heavy):
+    """Misses of a plain LRU, a layer and a token at a time, that stand behind the heavy share of their token."""
+    light = 0
+    for layer in range(trace.n_layers):
+        held: list[int] = []
+        for experts, weights in zip(trace.decode().experts[:, layer], trace.decode().weights[:, layer]):
+            total, before = float(weights.astype(np.float64).sum()), 0.0
+            late = set()
+            for expert, weight in zip(experts.tolist(), weights.astype(np.float64).tolist()):
+                if before >= heavy * total:
+                    late.add(expert)
+                before += weight
+            light += len(late - {*held})
+            for expert in reversed(experts.tolist()):
+                held = [one for one in held if one != expert] + [expert]
+            held = held[-capacity:]
+    return light
+
+
+def test_heavy_is_refused_where_it_cannot_be(remoe, model, texts):
+    asked = ("decode", model, "--cache", 4, "--heavy", 0.5)
+    refused(
+        remoe(*asked), "--heavy reads light misses in fewer bits: it needs a --pack", "remoe pack MODEL --experts int4"
+    )
+    assert remoe("pack", model, "--experts", "int4", "--out", "four").code == 0
+    assert remoe("pack", model, "--force", "--out", "same").code == 0
+    refused(remoe(*asked, "--pack", "same"), "--heavy needs a --pack in int8 or int4")
+    refused(remoe(*asked[:4], "--pack", "four", "--heavy", 2), "--heavy is a share of the routing weight")
+    refused(remoe(*asked, "--pack", "four", "--floor"), "it takes no --floor")
+    row = report_of(remoe(*asked, "--pack", "four", "--json"))["rows"][0]
+    assert 0 < row["light"] < row["misses"] and row["heavy"] == 0.5
+    assert "of them in fewer bits" in remoe(*asked, "--pack", "four").out

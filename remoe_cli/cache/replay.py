@@ -14,6 +14,7 @@ from remoe_cli.cache.counts import Counts, Replay
 from remoe_cli.cache.expert_cache import ADMISSIONS, ExpertCache, unfit
 from remoe_cli.cache.policies import choose, Chosen, lacks
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch import unserved
 from remoe_cli.cache.prefetch.listed import listed
 from remoe_cli.cache.schedule import batches, HINT, Schedule, schedule, Steps, WARMS
 from remoe_cli.cache.threads import each
@@ -155,6 +156,8 @@ def replay(
     floats = {name: _bits(getattr(trace, name) if name in needs else None) for name in FLOATS}
     foreseen, prefetch_bytes = np.empty((0, 0, 0), np.int16), 0
     if chosen.prefetch is not None:
+        if (why := unserved(chosen.prefetch, trace, predictor)) is not None:
+            raise CacheError(f"{why}.", f"{HINT} --policy lru")
         foreseen, prefetch_bytes = listed(trace, chosen.prefetch, warm, reset, sessions, predictor)
     job = _Job(
         chosen, experts, floats, foreseen, trace, plan, admission == "forced", step == "sequential", touch_order == "weight",
@@ -302,9 +305,9 @@ def _plain(job: _Job, unit: _Unit, counts: Counts) -> None:
             request_ahead[plan.owner_N[low], expert // trace.n_experts] += 1
         for token, layer, ids, weights, probabilities, temporal, ahead, counted in steps:
             foreseen = job.foreseen[token, unit.layers.start + layer].tolist() if len(job.foreseen) else None
-            if ahead is not None or foreseen is not None:
+            if foreseen is not None or ahead is not None:
                 came = (
-                    cache.refine(ahead, layer)
+                    cache.refine(ahead or [], layer)
                     if foreseen is None
                     else cache.bring([e for e in foreseen if e >= 0], layer)
                 )

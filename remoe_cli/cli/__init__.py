@@ -12,6 +12,7 @@ from remoe_cli.cli.finetune import finetune
 from remoe_cli.cli.generate import generate
 from remoe_cli.cli.pack import pack
 from remoe_cli.cli.plan import plan
+from remoe_cli.cli.predictor import predictor
 from remoe_cli.cli.push import pull, push
 from remoe_cli.cli.replay import replay
 from remoe_cli.cli.report import report
@@ -48,6 +49,7 @@ app.command()(plan)
 app.add_typer(trace, name="trace")
 app.command()(doctor)
 app.command()(replay)
+app.add_typer(predictor, name="predictor")
 app.command()(reroute)
 app.command()(sweep)
 app.command()(recipes)

@@ -106,7 +106,9 @@ def decode(
         Optional[int],  # noqa: UP045
         typer.Option(help="Of the draws.", show_default="0", rich_help_panel=_CHOICE),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Cache policy, NAME or NAME:PARAMETER.", rich_help_panel=_CACHE)] = "lru",
+    policy: Annotated[
+        str, typer.Option(help="Cache policy, NAME or NAME:PARAMETER, and +PREFETCHER.", rich_help_panel=_CACHE)
+    ] = "lru",
     admission: Annotated[str, typer.Option(help="forced or bypass.", rich_help_panel=_CACHE)] = "forced",
     warm: Annotated[
         str,
@@ -142,6 +144,18 @@ def decode(
     io: Io = "direct",
     pack: Pack = None,
     experts: Experts = None,
+    heavy: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            metavar="SHARE",
+            help="With a small --pack: of what a token misses, the heaviest experts that make up so much of its routing weight come as the checkpoint stores them.",
+            rich_help_panel=_FILES,
+        ),
+    ] = None,
+    predictor: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="What `remoe predictor train` wrote, for +promoe.", rich_help_panel=_CACHE),
+    ] = None,
     floor: Floor = False,
     forced: Annotated[
         bool,
@@ -181,8 +195,9 @@ def decode(
     asked = Asked(
         cache, delta=delta, prompt=prompt, prompts=prompts, requests=requests, context=context, tokens=tokens,
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, policy=policy, admission=admission, warm=warm, ram=ram,
-        guess=guess, batch=batch, sessions=sessions, throttle=throttle, readers=readers, io=io, pack=pack, experts=experts, floor=floor, threads=threads,
+        guess=guess, batch=batch, sessions=sessions, throttle=throttle, readers=readers, io=io, pack=pack, experts=experts, heavy=heavy, floor=floor, threads=threads,
         device=device, reroute=reroute, forced=forced, beside_base=beside_base,
+        predictor=predictor,
     )  # fmt: skip
     done = verb.decode(model, asked)
     print_data(json.dumps(done) if as_json else summary(done, width(WIDTH)))

@@ -10,7 +10,9 @@ import typer
 def replay(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A file of `remoe trace` or `remoe trace import`.")],
     cache: Annotated[str, typer.Option(help="Expert slots a layer, such as 6 or 6,8,12.")],
-    policy: Annotated[str, typer.Option(help="`all`, or NAME and NAME:PARAMETER, such as lru,lfru,lrfu:0.1.")] = "all",
+    policy: Annotated[
+        str, typer.Option(help="`all`, or NAME, NAME:PARAMETER and +PREFETCHER, such as lru,lrfu:0.1,lru+st_moe:6.")
+    ] = "all",
     admission: Annotated[str, typer.Option(help="forced, bypass or both.")] = "both",
     equal: Annotated[
         str, typer.Option(help="memory: the staging buffer of bypass is taken from its slots; slots: it comes on top.")
@@ -24,6 +26,10 @@ def replay(
         typer.Option(metavar="TRACE", help="Slots of each layer, fitted on this trace, in place of the same for all."),
     ] = None,
     fit: Annotated[Optional[Path], typer.Option(metavar="TRACE", help="The trace that `static` is fitted on.")] = None,  # noqa: UP045
+    predictor: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="FILE", help="What `remoe predictor train` wrote, for +promoe."),
+    ] = None,
     tune: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option(
@@ -96,6 +102,7 @@ def replay(
         sessions=sessions,
         budgets=budgets,
         fit=fit,
+        predictor=predictor,
         tune=tune,
         against=against,
         estimate=estimate,

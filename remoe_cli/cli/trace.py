@@ -59,6 +59,12 @@ def record(
             help="Record each router's probabilities too, which some policies need; with heads they always are.",
         ),
     ] = False,
+    guesses: Annotated[
+        bool, typer.Option("--guesses", help="Record what each next layer's gate says of a layer's hidden state.")
+    ] = False,
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="Record hidden states, the inputs of the gates; large.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Another one draws other texts; 0 takes those of `remoe eval`.")] = 0,
     device: Annotated[
         Optional[str],  # noqa: UP045
@@ -70,7 +76,7 @@ def record(
     from remoe_cli import trace as verb
     from remoe_cli.console import data as print_data
 
-    asked = verb.Asked(greedy, requests, prompt_tokens, new_tokens, probabilities, seed)
+    asked = verb.Asked(greedy, requests, prompt_tokens, new_tokens, probabilities, seed, guesses, hidden)
     done = verb.record(model, out, asked, delta=delta, prompts=prompts, device=device)
     print_data(json.dumps(done) if as_json else verb.summary(done))
 

@@ -5,6 +5,7 @@ A new family is a row in table.py and a row in tests/conformance/rows.py.
 
 from remoe_cli.errors import FamilyError
 from remoe_cli.families.base import Family, find_gates, Gate
+from remoe_cli.families.guessing import guess
 from remoe_cli.families.heads import Heads, KINDS
 from remoe_cli.families.refuse import refuse_if_unsupported, top_k_of
 from remoe_cli.families.scores import probabilities, Score
@@ -43,6 +44,7 @@ __all__ = [
     "Score",
     "family_of",
     "find_gates",
+    "guess",
     "known",
     "probabilities",
     "top_k_of",

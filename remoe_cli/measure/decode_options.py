@@ -11,9 +11,11 @@ from typing import Any
 from remoe_cli.cache import choose
 from remoe_cli.cache.expert_cache import ADMISSIONS, unfit
 from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch.predictor import Predictor
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, command, instead, MemoryShortError, UsageError
 from remoe_cli.families import KINDS
+from remoe_cli.measure.decode_checks import check_heavy, check_sessions
 from remoe_cli.offload.pack import check_form
 from remoe_cli.offload.sampling import Sampling
 from remoe_cli.offload.settings import IO, MOST_READERS, Settings, WARMS
@@ -53,12 +55,14 @@ class Asked:
     io: str = "direct"
     pack: Path | None = None
     experts: str | None = None
+    heavy: float | None = None
     floor: bool = False
     threads: int | None = None
     device: str | None = None
     reroute: str | None = None
     forced: bool = False
     beside_base: bool = False
+    predictor: Path | None = None
 
     def command(self, model: str, **changes: Any) -> str:
         """`remoe decode` with these options, some of them changed; None leaves one out."""
@@ -164,7 +168,8 @@ def plan_of(asked: Asked, model: str) -> Plan:
         sampled := [n for n in ("temperature", "top_p", "top_k", "seed") if getattr(asked, n) is not None]
     ):
         raise UsageError("--forced chooses no token, so nothing is drawn.", again(**dict.fromkeys(sampled)))
-    _check_sessions(asked, batches, again)
+    check_sessions(asked, batches, again)
+    check_heavy(asked, batches, again)
     if asked.beside_base and not asked.forced:
         raise UsageError("--beside-base compares the same tokens: it needs --forced.", again(forced=True))
     if asked.reroute is not None and batches[-1] > 1:
@@ -191,32 +196,11 @@ def plan_of(asked: Asked, model: str) -> Plan:
         whole_numbers("tokens", asked.tokens, again),
         batches,
         throttles_of(asked.throttle, again),
-        settings_of(asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm),
+        replace(
+            settings_of(asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm), heavy=asked.heavy
+        ),
         _sampling(asked, again),
     )
-
-
-def _check_sessions(asked: Asked, batches: Sequence[int], again: Again) -> None:
-    if asked.sessions < 1:
-        raise UsageError(f"--sessions is at least 1, not {asked.sessions}.", again(sessions=None))
-    if asked.sessions == 1:
-        return
-    if asked.warm != "carry":
-        raise UsageError(
-            "sessions take turns in one cache for all prompts: --sessions goes with --warm carry.", again(warm="carry")
-        )
-    if asked.prompts is None:
-        raise UsageError("--sessions takes a prompt of each: it needs --prompts.", again(prompt=None, prompts="demo"))
-    if batches[-1] > 1 or asked.reroute is not None:
-        other = "reroute" if asked.reroute is not None else "batch"
-        raise UsageError(
-            f"sessions run one token at a time, each its own: --sessions takes no --{other}.", again(**{other: None})
-        )
-    if choose(asked.policy).policy.refines:
-        raise UsageError(
-            f"--policy {asked.policy} loads ahead of a request's next token, and with --sessions another request's comes next.",
-            again(policy=None),
-        )
 
 
 def check_heads(policy: str, kinds: Collection[str], again: Again) -> None:
@@ -229,6 +213,19 @@ def check_heads(policy: str, kinds: Collection[str], again: Again) -> None:
             f"{without} does without.",
             again(policy=without),
         )
+
+
+def predictor_of(policy: str, path: Path | None, again: Again) -> Predictor | None:
+    """What `remoe predictor train` wrote, for a policy whose prefetcher needs it. Raises UsageError, CacheError."""
+    prefetch = choose(policy).prefetch
+    needed = prefetch is not None and prefetch.kind.trained
+    if path is None and needed:
+        raise UsageError(
+            f"--policy {policy} needs a --predictor, which remoe predictor train makes.", again(policy="lru")
+        )
+    if path is not None and not needed:
+        raise UsageError(f"--policy {policy} reads no --predictor: lru+promoe does.", again(predictor=None))
+    return None if path is None else Predictor.read(path)
 
 
 def rule_of(text: str | None, top_k: int, n_experts: int, again: Again) -> Rule | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from remoe_cli.families import Gate, Heads, Routed, RouterTap
+from remoe_cli.families import Gate, guess, Heads, Routed, RouterTap
 from remoe_cli.families.experts import recorded_order
 from remoe_cli.families.loader import kept_cache
 from remoe_cli.report.figures import Decoded
@@ -27,6 +27,8 @@ def decode(
     *,
     prefill: bool = False,
     probabilities: bool = False,
+    guesses: bool = False,
+    hidden: bool = False,
     heads: Heads | None = None,
     batch: int = 32,
     provenance: dict | None = None,
@@ -37,7 +39,8 @@ def decode(
 
     prompts: [P] ids each, or [R, P]. Those of one length go together, so no row is padded. The end token is ignored, so
     that all requests count `steps` steps (ReMoE's protocol). prefill: whether the routing of the prompts is in the trace
-    too; probabilities: whether each router's are; heads: theirs are too, on any device. on_batch, on_tokens: called with the requests, and with the tokens of
+    too; probabilities: whether each router's are; guesses: whether what the next layer's gate says of a layer's hidden state is; hidden:
+    whether these states are; heads: theirs are too, on any device. on_batch, on_tokens: called with the requests, and with the tokens of
     prompts and steps, that are done.
     """
     device = next(model.parameters()).device
@@ -62,7 +65,11 @@ def decode(
                 steps,
                 forced,
                 prefill,
-                lambda routed: recorded(routed, probabilities, heads),
+                lambda routed: {
+                    **recorded(routed, probabilities, heads),
+                    **(guessed(routed, gates) if guesses else {}),
+                    **({"hidden": _halves([layer.hidden_ND for layer in routed])} if hidden else {}),
+                },
                 count,
             )
         for number, row in enumerate(rows):
@@ -140,6 +147,17 @@ def recorded(routed: list[Routed], probabilities: bool, heads: Heads | None) -> 
     return found
 
 
+def guessed(routed: list[Routed], gates: list[Gate]) -> Arrays:
+    """What traces hold of the guesses of the layer that follows; with the shared experts only where every layer has them."""
+    found = {"guess": [guess(gates, i, layer.hidden_ND) for i, layer in enumerate(routed)]}
+    if all(gate.shared is not None and gate.family.early for gate in gates):
+        found["guess_shared"] = [
+            guess(gates, i, layer.hidden_ND + gate.shared(layer.hidden_ND))  # type: ignore[misc]
+            for i, (layer, gate) in enumerate(zip(routed, gates))
+        ]
+    return {kind: _halves(layers) for kind, layers in found.items()}
+
+
 def canonical(routed: list[Routed]) -> tuple[np.ndarray, np.ndarray]:
     """experts [N, L, K] int16 and weights [N, L, K] float16, each token's experts in the recorded order."""
     experts, weights = [], []
@@ -153,4 +171,4 @@ def canonical(routed: list[Routed]) -> tuple[np.ndarray, np.ndarray]:
 
 def _halves(layers_NE: list[torch.Tensor]) -> np.ndarray:
     """[N, L, E] float16."""
-    return np.stack([layer.cpu().numpy().astype(np.float16) for layer in layers_NE], 1)
+    return np.stack([layer.float().cpu().numpy().astype(np.float16) for layer in layers_NE], 1)

@@ -39,6 +39,7 @@ def figures(
         "guesses": guesses,
         "guessed": guessed,
         "rerouted": rerouted,
+        "light": sum(one.light for one in counts),
         **_read("", decode),
         **_read("prefill_", prefill),
         "mb_a_token": metrics.ratio(decode.bytes / 1e6, tokens),

@@ -19,7 +19,7 @@ from remoe_cli.cache import ExpertCache, scores_ahead
 from remoe_cli.cache.policy import SCORES
 from remoe_cli.cache.prefetch import SEEN, Seen
 from remoe_cli.cache.together import touch_order
-from remoe_cli.families import Gate, Heads
+from remoe_cli.families import Gate, guess, Heads
 from remoe_cli.families.experts import ExpertLayer, recorded_order
 from remoe_cli.offload.compute import Parts, run_expert, SingleToken
 from remoe_cli.offload.foresight import Foresight
@@ -27,6 +27,7 @@ from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.ledger import Ledger
 from remoe_cli.offload.readers import Load
 from remoe_cli.offload.rerouting import Bend
+from remoe_cli.offload.rows import light_ones, Plan
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.tiers import Strays, Tiers
 from remoe_cli.offload.timing import Timeline
@@ -57,6 +58,9 @@ class ExpertBlock:
         self.bend: Bend | None = None
         self.foresight: Foresight | None = None
         self._single = SingleToken(layer.module) if SingleToken.serves(layer.module) else None
+        self.heavy: float | None = None
+        self.light_from = 0  # where the layout has this layer's experts in fewer bits
+        self._light: set[int] = set()  # that are, or will be, in their slots so
         self._slots: dict[int, int] = {}
         self._parts: dict[int, Parts] = {}  # of the experts in slots, as far as they have run
         self._coming: dict[int, Load] = {}  # begun, not yet waited for
@@ -91,6 +95,7 @@ class ExpertBlock:
             self.cache = cache
             self._slots.clear()
             self._parts.clear()
+            self._light.clear()
         self.ledger, self._through = ledger, through
         self.experts: list[np.ndarray] = []
         self.weights: list[np.ndarray] = []
@@ -118,6 +123,8 @@ class ExpertBlock:
         self._routed = self._route(x_NH)
         logits, *routing = self._gate.read(self._routed)
         hidden_ND = x_NH if self._own_input is None else self._own_input
+        if "guess_shared" in self.scores and self._share is not None:
+            self._shared = self._share(x_NH)  # before the loads, since what it puts out says what to load next
         for kind in self.scores:
             routing.append(self._scored(kind, logits, hidden_ND).half())
         if self.bend is not None:
@@ -163,7 +170,7 @@ class ExpertBlock:
                 self.foresight.passed(self._index)
         if guesses:
             self.next._foresee(*others[-2:])
-        if self._share is not None:
+        if self._share is not None and "guess_shared" not in self.scores:
             self._to("dense")
             self._shared = self._share(x_NH)
         self._to("dense")
@@ -198,6 +205,10 @@ class ExpertBlock:
             else:
                 self._strays.add(load)
         self._strays.sweep()
+        if self.heavy is not None and not self.ledger.in_prefill:
+            light = {*misses} & light_ones(experts_NK[0], weights_NK[0], self.heavy)
+            self._light |= light
+            self.ledger.light += len(light)
         self._begin(misses)
 
     def _foresee(self, weight_NK: np.ndarray, choice_NK: np.ndarray) -> None:
@@ -267,6 +278,11 @@ class ExpertBlock:
         """[N, E]"""
         if kind == "probabilities":
             return self._gate.score.probabilities(logits)
+        if kind == "hidden":
+            return hidden_ND
+        if kind in ("guess", "guess_shared"):
+            state_ND = hidden_ND if kind == "guess" else hidden_ND + self._shared  # type: ignore[operator]
+            return guess([self._gate, self.next._gate][: 1 + (self.next._index > self._index)], 0, state_ND)
         assert self.heads is not None
         return self.heads.probabilities(kind, self._index, hidden_ND, self._gate.score)
 
@@ -278,13 +294,17 @@ class ExpertBlock:
         self._waiting.extend(experts)
         self._feed()
 
+    def _where(self, expert: int) -> int:
+        """Of the layout's layers the one that an expert comes from."""
+        return self._index + (self.light_from if expert in self._light else 0)
+
     def _feed(self) -> None:
         """Begins loads as long as there are slots."""
         while self._waiting and self._pool.n_free:
             expert = self._waiting.popleft()
             slot = self._slots[expert] = self._pool.acquire()
             keep = not self.ledger.in_prefill
-            self._coming[expert] = self._tiers.begin(self._index, expert, slot, self.ledger.count, keep=keep)
+            self._coming[expert] = self._tiers.begin(self._where(expert), expert, slot, self.ledger.count, keep=keep)
             if not self.ledger.in_prefill:
                 self.ledger.loads[self.ledger.step].append((self._index, expert))
 
@@ -293,7 +313,7 @@ class ExpertBlock:
         up in the stock module's own order and dtype, whatever came when."""
         self._to("experts")
         index_NK, weight_NK = (*args, *kwargs.values())
-        plan = _Plan(self._choice_NK, x_NH.device)
+        plan = Plan(self._choice_NK, x_NH.device)
         out_RH = x_NH.new_empty(plan.n_rows, x_NH.shape[-1])
         here = [expert for expert in self._touched if expert in self._slots and expert not in self._coming]
         self._compute(here, plan, x_NH, out_RH)
@@ -313,11 +333,11 @@ class ExpertBlock:
         self._to("dense")
         return done
 
-    def _compute(self, experts: list[int], plan: "_Plan", x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+    def _compute(self, experts: list[int], plan: Plan, x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
         for expert in experts:
             if expert not in self._parts:
                 row = self._pool.rows[self._slots[expert]]
-                self._parts[expert] = self._layout.tensors(row, self._index, expert)
+                self._parts[expert] = self._layout.tensors(row, self._where(expert), expert)
         if not experts:
             return
         if self._single is not None and len(x_NH) == 1:
@@ -336,53 +356,9 @@ class ExpertBlock:
     def _release(self, experts: Iterable[int]) -> None:
         for expert in experts:
             self._parts.pop(expert, None)
+            self._light.discard(expert)
             slot = self._slots.pop(expert)
             if (early := self._ahead.pop(expert, None)) is None:
                 self._pool.release(slot)
             else:
                 self._strays.add(early)
-
-
-class _Plan:
-    """Which rows of a pass each expert serves. An output has a row for each token and choice, the choices of a token by
-    ascending expert, which is the order in which the stock module adds them up."""
-
-    def __init__(self, choice_NK: np.ndarray, device: torch.device) -> None:
-        self._n_tokens, self._top_k = choice_NK.shape
-        self.n_rows = choice_NK.size
-        order_NK = choice_NK.argsort(-1, kind="stable")
-        if self._n_tokens == 1:
-            self._row = {int(choice_NK[0, k]): rank for rank, k in enumerate(order_NK[0].tolist())}
-        else:
-            # the stock module takes an expert's tokens by place among the choices, then by token
-            rank_NK = order_NK.argsort(-1, kind="stable")
-            chosen = choice_NK.T.ravel()
-            by_expert = chosen.argsort(kind="stable")
-            tokens = by_expert % self._n_tokens
-            rows = tokens * self._top_k + rank_NK.T.ravel()[by_expert]
-            self._tokens, self._rows = torch.from_numpy(np.stack((tokens, rows))).to(device)
-            experts, starts = np.unique(chosen[by_expert], return_index=True)
-            ends = [*starts[1:].tolist(), self.n_rows]
-            self._span = {int(e): slice(a, b) for e, a, b in zip(experts, starts.tolist(), ends)}
-
-    def of(self, expert: int) -> tuple[torch.Tensor | None, Any]:
-        """Its tokens (None: the only one), and its rows of the output."""
-        if self._n_tokens == 1:
-            row = self._row[expert]
-            return None, slice(row, row + 1)
-        span = self._span[expert]
-        return self._tokens[span], self._rows[span]
-
-    def total(self, out_RH: torch.Tensor, index_NK: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-        """[N, H]; a choice at a time, so that no more than one is held in the weights' wider dtype."""
-        out_NKH = out_RH.view(self._n_tokens, self._top_k, -1)
-        weight_NK1 = weight_NK.gather(-1, index_NK.argsort(-1))[..., None]
-        if self._n_tokens == 1:
-            first, *others = (out_NKH[0] * weight_NK1[0]).to(out_RH.dtype).unbind()
-            for other in others:
-                first += other
-            return first[None]
-        total_NH = (out_NKH[:, 0] * weight_NK1[:, 0]).to(out_RH.dtype)
-        for k in range(1, self._top_k):
-            total_NH += (out_NKH[:, k] * weight_NK1[:, k]).to(out_RH.dtype)
-        return total_NH

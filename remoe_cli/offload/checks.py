@@ -13,6 +13,7 @@ from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import CacheError, DeltaError, UsageError
 from remoe_cli.families import Gate, Heads, KINDS
 from remoe_cli.families.refuse import require_reroutable
+from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.settings import Settings
 
 if TYPE_CHECKING:
@@ -43,6 +44,13 @@ def check_cache(
                 f"{policy} lists experts token by token: it takes neither a batch, nor prompts through the cache, nor a guess.",
                 _OTHER_POLICY,
             )
+        gates = getattr(decoder, "gates", [])
+        if "guess_shared" in prefetch.kind.needs and not all(
+            one.shared is not None and one.family.early for one in gates
+        ):
+            raise UsageError(
+                f"{policy} needs shared experts, which {model} has not: gate_next does without.", _OTHER_POLICY
+            )
         if prefetch.value("AHEAD") > (layers := getattr(decoder, "n_layers", MOST_AHEAD)):
             raise UsageError(f"{policy} looks further ahead than the {layers} MoE layers of {model}.", _OTHER_POLICY)
     if {*SCORES} & {*chosen.needs} and (batch > 1 or settings.warm == "batch"):
@@ -50,12 +58,35 @@ def check_cache(
             f"{policy} reads the routers' probabilities once a token: it takes neither a batch nor prompts through the cache.",
             _OTHER_POLICY,
         )
+    if settings.heavy is not None and batch > 1:
+        raise UsageError(
+            "which of a token's experts are heavy is told one token at a time: --heavy takes no batch.", _OTHER_POLICY
+        )
     if chosen.refines and settings.guess:
         raise UsageError(f"{policy} reads ahead by its own scores: it takes no guess.", f"{_OTHER_POLICY} --guess 1")
     if settings.guess > top_k:
         raise UsageError(
             f"a guess of {settings.guess} experts is more than the {top_k} that a token runs.",
             f"remoe decode {model} --cache {capacity} --guess {top_k}",
+        )
+
+
+def check_mixed(decoder: "OffloadedDecoder", layout: Layout) -> None:
+    """Raises UsageError where experts can't come in two precisions: none is packed in fewer bits, or those of the checkpoint can't
+    lie in slots as they are stored."""
+    if decoder.settings.heavy is None:
+        return
+    if not decoder.small:
+        raise UsageError(
+            "heavy misses come as stored and light ones in fewer bits: --heavy needs a --pack in int8 or int4.",
+            f"remoe pack {decoder.checkpoint.id} --experts int4 --out DIR",
+        )
+    stored = [view for row in layout.images[: decoder.n_layers] for image in row for view in image.views]
+    if any(view.scales or view.dtype != decoder.dtype or view.start % view.dtype.itemsize for view in stored):
+        raise UsageError(
+            f"the experts of {decoder.checkpoint.id} are not stored in the dtype that computes, so slots can't hold them beside smaller "
+            "ones: --heavy does not go with this model here.",
+            "the same command without --heavy",
         )
 
 

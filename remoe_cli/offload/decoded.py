@@ -24,7 +24,8 @@ class Counts(NamedTuple):
     """Of the decode steps, summed over layers: accesses = hits + misses, the distinct experts that each step asked for;
     evictions; proactive: loads that the policy made ahead of need, hits where they were asked for, in time or not; guesses:
     experts read before their router had chosen; guessed: misses that a guess had brought or begun. So D = misses - guessed,
-    P = proactive + guesses, and decode.reads = D + P. rerouted: experts that ran in place of the router's own. prefill: what the prompt streamed. With warm="batch" the prompt's own hits
+    P = proactive + guesses, and decode.reads = D + P. rerouted: experts that ran in place of the router's own. light: misses that
+    were read in fewer bits (settings.heavy). prefill: what the prompt streamed. With warm="batch" the prompt's own hits
     and misses are not in here. io: "direct" | "buffered"."""
 
     accesses: int
@@ -38,6 +39,7 @@ class Counts(NamedTuple):
     decode: IoCount
     prefill: IoCount
     io: str
+    light: int = 0
 
 
 class Decoded(NamedTuple):
@@ -93,7 +95,7 @@ def counts_of(
     hits, misses, evictions, proactive = (sum(b[i] - a[i] for a, b in zip(before, now, strict=True)) for i in range(4))
     return Counts(
         hits + misses, hits, misses, evictions, proactive, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode,
-        ledger.prefill, io,
+        ledger.prefill, io, ledger.light,
     )  # fmt: skip
 
 

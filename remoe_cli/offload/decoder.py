@@ -7,9 +7,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from remoe_cli.cache import choose, ExpertCache
-from remoe_cli.cache.policy import SCORES
-from remoe_cli.cache.prefetch import SEEN, Shape
+from remoe_cli.cache import ExpertCache
 from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import UsageError
 from remoe_cli.families import family_of, find_gates, Heads, top_k_of
@@ -24,14 +22,14 @@ from remoe_cli.families.loader import (
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
 from remoe_cli.offload.block import ExpertBlock
-from remoe_cli.offload.checks import check_cache, check_gates, check_heads, check_prompts, check_rule
+from remoe_cli.offload.checks import check_cache, check_gates, check_heads, check_mixed, check_prompts, check_rule
 from remoe_cli.offload.compute import quicken, require_known, running
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
 from remoe_cli.offload.foresight import Foresight
 from remoe_cli.offload.latent import absorb
 from remoe_cli.offload.layout import Layout
-from remoe_cli.offload.ledger import Ledger
+from remoe_cli.offload.ledger import doubt_direct, Ledger, noted, since
 from remoe_cli.offload.pack import packed
 from remoe_cli.offload.past import cut, Past, token_of, Told
 from remoe_cli.offload.rerouting import Bend
@@ -56,8 +54,7 @@ class OffloadedDecoder:
     together, prompts and new ones, for which memory is asked beforehand.
 
     Memory for experts: capacity x layers + `staging` slots of `slot_bytes`, allocated at once, and settings.ram, which is no
-    more than all experts take. `layers`: one
-    ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `gates`: one Gate an MoE layer; `disk_names`: the gates
+    more than all experts take. `layers`: one ExpertLayer an MoE layer; `expert_bytes`: one expert's stored bytes; `gates`: one Gate an MoE layer; `disk_names`: the gates
     that apply_gates takes -> their on-disk names; `small`: experts are in 8 or 4 bits; `io`: "direct" or "buffered", and `io_reason` why, where direct was asked for.
     Raises FamilyError for a model that remoe does not know, CacheError for a capacity below K, an unknown policy or too little
     memory, CheckpointError for damaged files.
@@ -77,6 +74,7 @@ class OffloadedDecoder:
         pack: Path | None = None,
         batch: int = 1,
         tokens: int = 0,
+        predictor: "Predictor | None" = None,
     ) -> None:
         family = family_of(checkpoint.config, checkpoint.id)
         self.checkpoint = checkpoint
@@ -89,14 +87,15 @@ class OffloadedDecoder:
         layers = experts_on_disk(checkpoint)
         self.top_k, self.n_experts, self.n_layers = layers[0].top_k, layers[0].n_experts, len(layers)
         check_cache(self, capacity, policy, admission, batch, self.settings)
-        self.layers = layers if pack is None else packed(layers, checkpoint, pack)
-        self.small = any(piece.role in SMALL for piece in self.layers[0].pieces(0))
+        found = layers if pack is None else packed(layers, checkpoint, pack)
+        self.small = any(piece.role in SMALL for piece in found[0].pieces(0))
+        self.layers, self.light = (found, []) if self.settings.heavy is None else (layers, found)
         self.expert_bytes = one_expert_bytes(self.layers)
-        self._store = ExpertStore(expert_files(self.layers), direct=self.settings.io == "direct")
+        self._store = ExpertStore(expert_files([*self.layers, *self.light]), direct=self.settings.io == "direct")
         self.io, self.io_reason = self._store.io, self._store.io_reason
         try:
             self._build(family.model_type, layers, capacity, admission, batch, tokens)
-            self.configure(capacity, policy, admission=admission, batch=batch)
+            self.configure(capacity, policy, admission=admission, batch=batch, predictor=predictor)
         except BaseException:
             self.close()
             raise
@@ -104,7 +103,8 @@ class OffloadedDecoder:
     def _build(
         self, model_type: str, on_disk: list[ExpertLayer], capacity: int, admission: str, batch: int, tokens: int
     ) -> None:
-        layout = Layout(self.layers, self.dtype, direct=self.io == "direct")
+        layout = Layout(everything := [*self.layers, *self.light], self.dtype, direct=self.io == "direct")
+        check_mixed(self, layout)
         self.slot_bytes = layout.slot_bytes
         if 0 < self.settings.ram < self.slot_bytes:
             raise UsageError(
@@ -144,8 +144,8 @@ class OffloadedDecoder:
             self._store,
             layout,
             self._pool,
-            numbers=[layer.layer for layer in self.layers],
-            expert_bytes=self.expert_bytes,
+            numbers=[layer.layer for layer in everything],
+            expert_bytes=[one_expert_bytes([layer]) for layer in everything],
             readers=self.settings.readers,
             ram=self.settings.ram,
         )
@@ -200,12 +200,10 @@ class OffloadedDecoder:
         self.policy, self.admission, self.batch = policy, admission, batch
         self.staging = self._staging(capacity, admission, batch)
         self._tiers.throttle = settings.throttle
-        self._foresight, prefetch = None, choose(policy).prefetch
-        if prefetch is not None:
-            made = prefetch.make(Shape(self.n_layers, self.n_experts, self.top_k), predictor)
-            self._foresight = Foresight(made, self._blocks)
+        self._foresight = Foresight.of(self, self._blocks, predictor)
         for block in self._blocks:
             block.guess, block.foresight = settings.guess, self._foresight
+            block.heavy, block.light_from = settings.heavy, self.n_layers
             block.bend = None if reroute is None else Bend(reroute, renormalised=self.gates[0].renormalised)
         self._allocate()
 
@@ -333,7 +331,7 @@ class OffloadedDecoder:
                 chosen.append(choose_ids(logits_BV) if fed is None else fed[:, step : step + 1])
                 if not step:
                     before = [block.cache_counts() for block in self._blocks]
-                    ledger.prefill.storage_bytes, read_before = _since(read_before), storage_bytes()
+                    ledger.prefill.storage_bytes, read_before = since(read_before), storage_bytes()
                     ledger.prefill.busy_s, busy_before = self._tiers.busy_s - busy_before, self._tiers.busy_s
                 timeline.to(ASIDE)
                 ended = told is not None and told(token_of(chosen[-1], self._blocks, before, ledger))
@@ -353,9 +351,9 @@ class OffloadedDecoder:
         self._strays.sweep()
         if self._foresight is not None:
             self._foresight.end()
-        ledger.decode.storage_bytes = _since(read_before)
+        ledger.decode.storage_bytes = since(read_before)
         ledger.decode.busy_s = self._tiers.busy_s - busy_before
-        self._doubt_direct(ledger)
+        self.io_reason = doubt_direct(self.io, ledger) or self.io_reason
         self._kept = True
         cut(ledger.loads, len(chosen) - 1)
         ids_BN = torch.cat(chosen, 1).tolist()
@@ -372,13 +370,6 @@ class OffloadedDecoder:
             torch.stack(kept, 1) if keep_logits else None,
         )
 
-    def _doubt_direct(self, ledger: Ledger) -> None:
-        """Some file systems take O_DIRECT and serve it from memory all the same."""
-        stored = [part.storage_bytes for part in (ledger.prefill, ledger.decode)]
-        read = ledger.prefill.read_bytes + ledger.decode.read_bytes
-        if self.io == "direct" and None not in stored and sum(map(int, filter(None, stored))) < read / 2:
-            self.io_reason = "the kernel counts far fewer bytes from storage than were read: some may come from memory"
-
     def _provenance(self, kind: str) -> dict[str, Any]:
         return {"model": self.checkpoint.id, "revision": self.checkpoint.commit, "kind": kind}
 
@@ -386,14 +377,7 @@ class OffloadedDecoder:
         ledger = Ledger([[] for _ in range(n_new - 1)])
         heads = self._blocks[0].heads
         check_heads(self, heads)
-        there = ("probabilities", *(heads.kinds if heads is not None else ()))
-        policy, prefetch = choose(self.policy).policy, choose(self.policy).prefetch
-        wanted = {
-            *policy.needs,
-            *(there if keep_scores else ()),
-            *(prefetch.kind.reads if prefetch is not None else ()),
-        }
-        scores = [kind for kind in (*SCORES, *SEEN[1:]) if kind in wanted]
+        scores = noted(self.policy, heads, keep_scores)
         if self._foresight is not None:
             self._foresight.start()
         self._tiers.settle()
@@ -414,8 +398,3 @@ class OffloadedDecoder:
                 )
             block.start(cache, ledger, through=self.settings.warm == "batch", scores=scores)
         return ledger
-
-
-def _since(before: int | None) -> int | None:
-    now = storage_bytes()
-    return None if before is None or now is None else now - before

@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from remoe_cli.cache.prefetch import Prefetcher, Watch
+from remoe_cli.cache import choose
+from remoe_cli.cache.prefetch import Prefetcher, Shape, Watch
+from remoe_cli.cache.prefetch.predictor import Predictor
+from remoe_cli.errors import CacheError
 
 if TYPE_CHECKING:
     from remoe_cli.offload.block import ExpertBlock
+    from remoe_cli.offload.decoder import OffloadedDecoder
+
+_TRAIN = "remoe predictor train t.trace -o p.npz"
 
 
 class Foresight:
@@ -16,6 +22,23 @@ class Foresight:
     def __init__(self, prefetcher: Prefetcher, blocks: "Sequence[ExpertBlock]") -> None:
         self._prefetcher, self._blocks = prefetcher, blocks
         self._own: list[tuple[int, list[int]]] = []
+
+    @classmethod
+    def of(
+        cls, decoder: "OffloadedDecoder", blocks: "Sequence[ExpertBlock]", predictor: Predictor | None
+    ) -> "Foresight | None":
+        """What the decoder's policy asks for. Raises CacheError for a predictor that is not for this model."""
+        prefetch = choose(decoder.policy).prefetch
+        if prefetch is None:
+            return None
+        if prefetch.kind.trained:
+            if predictor is None:
+                raise CacheError(f"{decoder.policy} needs a trained predictor.", _TRAIN)
+            shape = decoder.n_layers, decoder.n_experts, decoder.gates[0].weight.shape[-1]
+            why = predictor.misfit(prefetch.value("AHEAD"), *shape, decoder.checkpoint.id, decoder.checkpoint.commit)
+            if why is not None:
+                raise CacheError(f"{why}.", _TRAIN)
+        return cls(prefetch.make(Shape(decoder.n_layers, decoder.n_experts, decoder.top_k), predictor), blocks)
 
     def start(self) -> None:
         self._watch, self._own = Watch(self._prefetcher), []

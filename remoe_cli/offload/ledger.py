@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass, field
 
-from remoe_cli.offload.store import IoCount
+from remoe_cli.cache import choose
+from remoe_cli.cache.policy import SCORES
+from remoe_cli.cache.prefetch import SEEN
+from remoe_cli.families import Heads
+from remoe_cli.offload.store import IoCount, storage_bytes
 
 
 @dataclass
 class Ledger:
     """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read for it, in
     order; step: which of them runs, -1 in the prompt; guesses: reads ahead of the router; guessed: misses that such a read
-    had brought or begun; rerouted: experts that ran in place of the router's own."""
+    had brought or begun; rerouted: experts that ran in place of the router's own; light: misses that came in fewer
+    bits than others."""
 
     loads: list[list[tuple[int, int]]]
     step: int = -1
@@ -18,6 +23,7 @@ class Ledger:
     guesses: int = 0
     guessed: int = 0
     rerouted: int = 0
+    light: int = 0
 
     @property
     def in_prefill(self) -> bool:
@@ -26,3 +32,29 @@ class Ledger:
     @property
     def count(self) -> IoCount:
         return self.prefill if self.in_prefill else self.decode
+
+
+def doubt_direct(io: str, ledger: Ledger) -> str:
+    """Why reads past the page cache may not have been that, "" where nothing says so: some file systems take O_DIRECT and serve it
+    from memory all the same."""
+    stored = [part.storage_bytes for part in (ledger.prefill, ledger.decode)]
+    read = ledger.prefill.read_bytes + ledger.decode.read_bytes
+    if io == "direct" and None not in stored and sum(map(int, filter(None, stored))) < read / 2:
+        return "the kernel counts far fewer bytes from storage than were read: some may come from memory"
+    return ""
+
+
+def since(before: int | None) -> int | None:
+    """Bytes from storage since then; None where the kernel does not say."""
+    now = storage_bytes()
+    return None if before is None or now is None else now - before
+
+
+def noted(policy: str, heads: Heads | None, everything: bool) -> list[str]:
+    """Which scores of all experts the blocks note at each token: those that the policy and its prefetcher read, and with `everything`
+    all that routers and heads give."""
+    there = ("probabilities", *(heads.kinds if heads is not None else ()))
+    chosen = choose(policy)
+    ahead = chosen.prefetch.kind.reads if chosen.prefetch is not None else ()
+    wanted = {*chosen.policy.needs, *(there if everything else ()), *ahead}
+    return [kind for kind in (*SCORES, *SEEN[1:]) if kind in wanted]

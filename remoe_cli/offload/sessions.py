@@ -16,7 +16,7 @@ from remoe_cli.offload.block import ExpertBlock
 from remoe_cli.offload.checks import check_prompts
 from remoe_cli.offload.compute import running
 from remoe_cli.offload.decoded import Counts, Decoded, trace_of
-from remoe_cli.offload.ledger import Ledger
+from remoe_cli.offload.ledger import doubt_direct, Ledger
 from remoe_cli.offload.sampling import chooser, Sampling
 from remoe_cli.offload.store import storage_bytes
 from remoe_cli.offload.timing import Latency, Split
@@ -127,7 +127,7 @@ def take_turns(
         block.land()
     decoder._strays.sweep()
     for session in sessions:
-        decoder._doubt_direct(session.ledger)
+        decoder.io_reason = doubt_direct(decoder.io, session.ledger) or decoder.io_reason
     decoder._kept = True
     kind = "forced" if forced is not None else "greedy" if sampling is None else "sampled"
     return [
@@ -148,7 +148,7 @@ def _counts(session: _Session, io: str) -> Counts:
     hits, misses, evictions = session.counts.tolist()
     ledger = session.ledger
     return Counts(
-        hits + misses, hits, misses, evictions, 0, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode, ledger.prefill, io
+        hits + misses, hits, misses, evictions, 0, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode, ledger.prefill, io, ledger.light,
     )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ class Settings:
     experts of the next layer, at most, are read before its router has chosen. throttle: bytes a second at which experts
     come into the slots, to emulate a slower link. warm: "cold": a fresh cache a request, which the prompt goes past;
     "batch": a fresh one, through which the prompt goes as one step a layer; "carry": one cache lives on from request to
-    request and prompts go past it (the words of `replay`).
+    request and prompts go past it (the words of `replay`). heavy: of a token's routing weight, the share whose experts, the
+    heaviest first, are read as the checkpoint stores them when they miss, the others in fewer bits; None: all alike.
 
     Raises UsageError for values outside of these.
     """
@@ -29,6 +30,7 @@ class Settings:
     guess: int = 0
     throttle: float | None = None
     warm: str = "cold"
+    heavy: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.readers <= MOST_READERS:
@@ -39,5 +41,7 @@ class Settings:
             raise UsageError(f"warm is one of {', '.join(WARMS)}, not {self.warm!r}.", HINT)
         if self.ram < 0 or self.guess < 0:
             raise UsageError("neither the RAM tier nor a guess can be negative.", HINT)
+        if self.heavy is not None and not 0 <= self.heavy <= 1:
+            raise UsageError(f"heavy is a share of the routing weight, from 0 to 1, not {self.heavy}.", HINT)
         if self.throttle is not None and not 0 < self.throttle < float("inf"):
             raise UsageError(f"a throttle is a positive number of bytes a second, not {self.throttle}.", HINT)

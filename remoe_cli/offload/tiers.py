@@ -26,7 +26,7 @@ Key = tuple[int, int]  # layer, expert
 
 
 class Tiers:
-    """numbers: the decoder layer of each MoE layer, for messages; expert_bytes: stored size of one.
+    """numbers: the decoder layer of each of the layout's layers, for messages; expert_bytes: stored size of an expert of each.
 
     `begin` starts a load into an acquired slot, `wait` returns when the compute stream may use it.
     """
@@ -38,7 +38,7 @@ class Tiers:
         pool: SlotPool,
         *,
         numbers: Sequence[int],
-        expert_bytes: int,
+        expert_bytes: Sequence[int],
         readers: int,
         ram: int,
     ) -> None:
@@ -129,21 +129,21 @@ class Tiers:
         except CheckpointError as error:
             where = f"expert {load.expert} of layer {self._numbers[load.layer]}"
             raise CheckpointError(f"{where} was not read: {error.message}", error.hint) from None
-        self._pace(since)
+        self._pace(since, self._expert_bytes[load.layer])
         with self._lock:
             count = load.count
             count.reads += 1
-            count.bytes += self._expert_bytes
+            count.bytes += self._expert_bytes[load.layer]
             count.ram += ram
             count.read_bytes += read
             count.calls += calls
 
-    def _pace(self, since: float) -> None:
+    def _pace(self, since: float, nbytes: int) -> None:
         """With a throttle: until the link, which takes one expert after the other, would have brought this one."""
         if self.throttle is None:
             return
         with self._lock:
-            self._link_free = arrival = max(self._link_free, since) + self._expert_bytes / self.throttle
+            self._link_free = arrival = max(self._link_free, since) + nbytes / self.throttle
         if (rest := arrival - perf_counter()) > 0:
             self._hurry.wait(rest)
 

@@ -36,6 +36,7 @@ class Asked:
     sessions: int = 1
     budgets: Path | None = None
     fit: Path | None = None
+    predictor: Path | None = None
     tune: Path | None = None
     against: Path | None = None
     estimate: str | None = None

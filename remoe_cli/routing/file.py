@@ -68,7 +68,7 @@ def write(trace: RoutingTrace, path: Path) -> int:
     flags = sum(flag for name, flag in _FLAGS.items() if getattr(trace, name) is not None)
     shape = trace.n_tokens, trace.n_layers, trace.n_experts, trace.top_k
     header = _Header(MAGIC, VERSION, flags, *shape, 0, trace.n_requests, len(provenance), 0)
-    sections = _sections(header)
+    sections = _sections(header, 0 if trace.hidden is None else trace.hidden.shape[-1])
     content: dict[str, Any] = {name: getattr(trace, name) for name in ("experts", "borders", "prefill", *FLOATS)}
     content["provenance"] = np.frombuffer(provenance, dtype=np.uint8)
     header = header._replace(size=sections[-1].end)
@@ -176,20 +176,28 @@ def _header(path: Path) -> tuple[_Header, int]:
     return header, size
 
 
-def _sections(header: _Header) -> list[_Section]:
-    """In the order of the file, each at the next multiple of ALIGNMENT."""
+def _sections(header: _Header, width: int | None = None) -> list[_Section]:
+    """In the order of the file, each at the next multiple of ALIGNMENT. width: of hidden states, None: as wide as the file's size says."""
     T, L, E, K = header.tokens, header.layers, header.experts, header.top_k
     parts: list[tuple[str, str, tuple[int, ...]]] = [
         ("borders", "<i8", (header.requests + 1,)),
         ("prefill", "|u1", (T,)),
         ("experts", "<i2", (T, L, K)),
-        *((name, "<f2", (T, L, K if name == "weights" else E)) for name, flag in _FLAGS.items() if header.flags & flag),
+        *(
+            (name, "<f2", (T, L, K if name == "weights" else E))
+            for name, flag in _FLAGS.items()
+            if header.flags & flag and name != "hidden"
+        ),
         ("provenance", "|u1", (header.provenance,)),
     ]
     sections, end = [], _HEADER.size
     for name, dtype, shape in parts:
         sections.append(_Section(name, -(-end // ALIGNMENT) * ALIGNMENT, dtype, shape))
         end = sections[-1].end
+    if header.flags & _FLAGS["hidden"]:  # the last one: the header has no place for its width
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        wide = width if width is not None else (header.size - start) // max(1, 2 * T * L)
+        sections.append(_Section("hidden", start, "<f2", (T, L, max(1, wide))))
     return sections
 
 
@@ -216,7 +224,7 @@ def _unfit(trace: RoutingTrace) -> str | None:
             # exponent bits all set: infinite or not a number; far quicker than isfinite for float16
             if ((bits & 0x7C00) == 0x7C00).any():
                 return f"{name} holds values that are not finite"
-            if bits.max(initial=0) > 0x8000:  # a sign bit, but for -0
+            if name != "hidden" and bits.max(initial=0) > 0x8000:  # a sign bit, but for -0
                 return f"{name} holds values below 0"
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 MOST_EXPERTS = np.iinfo(np.int16).max
-FLOATS = ("weights", "probabilities", "temporal", "spatio")
+FLOATS = ("weights", "probabilities", "temporal", "spatio", "guess", "guess_shared", "hidden")
 _BLOCK = 1 << 12  # tokens that are checked at once: a mapped file is never in memory as a whole
 
 
@@ -30,6 +30,9 @@ class RoutingTrace:
     probabilities: [T, L, E] float16, the router's probabilities over all routed experts, or None.
     temporal, spatio: [T, L, E] float16, the probabilities that the heads beside layer l's gate gave at token t, or None:
     temporal those of token t + 1 in layer l, spatio those of layer l + 1 (the last layer's: of token t + 1 in the first).
+    guess, guess_shared: [T, L, E] float16, the probabilities that the gate of layer l + 1 gives for the input of layer l's gate, alone
+    and with the shared experts' output added (the last layer's: 0), or None.
+    hidden: [T, L, H] float16, the input of layer l's gate, or None.
 
     Raises ValueError for arrays that contradict this. Arrays of another integer or float type are converted; those of the
     types named here are kept as they are, mapped files included.
@@ -44,6 +47,9 @@ class RoutingTrace:
     probabilities: np.ndarray | None = None
     temporal: np.ndarray | None = None
     spatio: np.ndarray | None = None
+    guess: np.ndarray | None = None
+    guess_shared: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         experts, borders, prefill = np.asarray(self.experts), np.asarray(self.borders), np.asarray(self.prefill)
@@ -63,8 +69,10 @@ class RoutingTrace:
         every = (*experts.shape[:2], self.n_experts)
         for name in FLOATS:
             if getattr(self, name) is not None:
-                shape = experts.shape if name == "weights" else every
-                object.__setattr__(self, name, _floats(name, np.asarray(getattr(self, name)), shape))
+                array = np.asarray(getattr(self, name))
+                own = (*experts.shape[:2], *array.shape[2:][:1])  # as wide as the model is
+                shape = {"weights": experts.shape, "hidden": own}.get(name, every)
+                object.__setattr__(self, name, _floats(name, array, shape))
 
     @property
     def n_tokens(self) -> int:
@@ -149,7 +157,7 @@ def _check_experts(experts: np.ndarray, n_experts: int) -> None:
 
 
 def _floats(name: str, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if array.shape != shape or array.dtype.kind != "f":
+    if array.ndim != 3 or array.shape != shape or array.dtype.kind != "f":
         raise ValueError(f"{name}: want floats {list(shape)}, got {array.dtype} {list(array.shape)}")
     return array.astype(np.float16, copy=False)
 

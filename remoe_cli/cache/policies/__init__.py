@@ -123,7 +123,7 @@ def choose(asked: str) -> Chosen:
             f"policy {name} takes no prefetcher: it goes with those that rank each expert by itself, such as lru or lfu.",
             f"{TRY} lru+{ahead}",
         )
-    return Chosen(name, policy, *values, wanted(ahead, own) if plus else None)
+    return Chosen(name, policy, values[0], values[1], wanted(ahead, own) if plus else None)
 
 
 def takes_prefetch(policy: Policy) -> bool:

@@ -6,22 +6,39 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from remoe_cli.cache.prefetch import moe_infinity, option, st_moe, step
+from remoe_cli.cache.prefetch import finemoe, gate_next, gate_next_shared, moe_infinity, option, promoe, st_moe, step
 from remoe_cli.cache.prefetch.base import Kind, Prefetcher, SEEN, Seen, Shape, Wanted, Watch
 from remoe_cli.errors import CacheError
 
 if TYPE_CHECKING:
+    from remoe_cli.cache.prefetch.predictor import Predictor
     from remoe_cli.routing import RoutingTrace
 
 PREFETCHERS: dict[str, Kind] = {
+    "gate_next": gate_next.KIND,
+    "gate_next_shared": gate_next_shared.KIND,
     "moe_infinity": moe_infinity.KIND,
+    "promoe": promoe.KIND,
+    "finemoe": finemoe.KIND,
     "st_moe": st_moe.KIND,
     "step": step.KIND,
     "option": option.KIND,
 }
 TRY = "remoe replay TRACE --cache 8 --policy"
 
-__all__ = ["PREFETCHERS", "SEEN", "Kind", "Prefetcher", "Seen", "Shape", "Wanted", "Watch", "lacks", "wanted"]
+__all__ = [
+    "PREFETCHERS",
+    "SEEN",
+    "Kind",
+    "Prefetcher",
+    "Seen",
+    "Shape",
+    "Wanted",
+    "Watch",
+    "lacks",
+    "unserved",
+    "wanted",
+]
 
 
 def wanted(asked: str, policy: str) -> Wanted:
@@ -71,3 +88,16 @@ def lacks(asked: Wanted, trace: RoutingTrace, foreign: str = "") -> str | None:
     if (ahead := asked.value("AHEAD")) > trace.n_layers:
         return f"{asked.name} looks {ahead} layers ahead, and the trace has {trace.n_layers}"
     return None
+
+
+def unserved(asked: Wanted, trace: RoutingTrace, predictor: Predictor | None) -> str | None:
+    """Why the predictor at hand can't serve this trace; None where it can, or none is needed."""
+    if not asked.kind.trained:
+        return None
+    if predictor is None:
+        return (
+            f"{asked.name} needs a trained predictor: remoe predictor train makes one of a trace, --predictor names it"
+        )
+    about, hidden = trace.provenance, 0 if trace.hidden is None else trace.hidden.shape[-1]
+    shape = trace.n_layers, trace.n_experts, hidden
+    return predictor.misfit(asked.value("AHEAD"), *shape, about.get("model"), about.get("revision"))

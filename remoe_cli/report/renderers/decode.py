@@ -96,6 +96,8 @@ def _cache(row: Row, asked: str) -> str:
         hits = [one["hit_ratio"] for one in its if one["hit_ratio"] is not None]
         together = f", {len(its)} sessions in turn" + (f" (hit {min(hits):.3f} to {max(hits):.3f})" if hits else "")
     hit, ahead = number(row["hit_ratio"], 3), f", {row['rerouted']:,} rerouted" if row["rerouted"] else ""
+    if row.get("light"):
+        ahead += f", {row['light']:,} of them in fewer bits"
     if row["proactive"]:
         hit += f" ({number(row['adjusted_hit_ratio'], 3)} adjusted)"
         ahead = f", {row['proactive']:,} loaded ahead{ahead}"
