@@ -153,6 +153,39 @@ def test_rows_that_do_not_fit(tmp_path, name, rows, words):
     assert str(tmp_path / "test.jsonl") in str(error.value) or words == "is empty"
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "few_shot", "words"),
+    [
+        ("gsm8k", [], None, "holds no row"),
+        (
+            "mmlu_stem_tasks",
+            [{"question": "q", "choices": ["w"], "answer": 0, "type": "virology"}],
+            None,
+            "no part 'virology'",
+        ),
+        ("hendrycks_math500", [{"problem": "p", "solution": "s", "answer": "a"}], 2, "but the one that is measured"),
+        ("own.yaml", [{"x": 1}], None, "takes no file of items"),
+    ],
+)
+def test_files_that_a_task_cannot_take(tmp_path, monkeypatch, name, rows, few_shot, words):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("task: own")
+    Path("rows.json").write_text(json.dumps(rows))
+    with pytest.raises((DataError, UsageError), match=words):
+        loaded(tasks=f"{name}=rows.json", few_shot=few_shot)
+
+
+def test_ifeval_without_nltks_tables_is_refused(tmp_path, monkeypatch):
+    import nltk
+
+    row = {"key": 1, "prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", lambda *_: False)
+    with pytest.raises(UsageError, match="punkt_tab, which are not on this machine") as error:
+        loaded(tasks=f"ifeval={write_rows(tmp_path / 'input.jsonl', [row])}")
+    assert error.value.hint == "python -m nltk.downloader punkt_tab"
+
+
 def test_worked_examples_are_asked_for_by_the_name_of_their_split(tmp_path):
     file = sums(tmp_path)
     (tmp_path / "train.jsonl").unlink()

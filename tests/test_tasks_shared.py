@@ -69,16 +69,3 @@ def test_ifeval(shared, nltk_tables):
     both, tuned = found["ifeval", "inst_level_strict_acc", "none"]
     assert both == [1, pytest.approx(2 / 3)] and tuned["test"] == "sign-flip"
     assert tasks.rows(ARMS)[0]["metrics"][1]["n"] == 3, "instructions, not items"
-
-
-def test_ifeval_without_nltks_tables_is_refused(shared, monkeypatch):
-    import nltk
-
-    from remoe_cli.errors import UsageError
-
-    file = shared("data/ifeval/input_data.jsonl")
-    monkeypatch.setattr(nltk.data, "path", [])
-    monkeypatch.setattr(nltk, "download", lambda *_: False)
-    with pytest.raises(UsageError, match="punkt_tab, which are not on this machine") as error:
-        loaded(tasks=f"ifeval={file}")
-    assert error.value.hint == "python -m nltk.downloader punkt_tab"

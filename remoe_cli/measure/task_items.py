@@ -177,9 +177,8 @@ def _word(name: Any) -> str:
 
 def _local(config: Mapping[str, Any], rows: list[Row], file: Path, few_shot: int | None) -> dict[str, Any]:
     """The part of a task's configuration that makes it take these rows, and worked examples from a file beside."""
-    split = config.get("test_split") or config.get("validation_split")
-    if split is None:
-        raise DataError(f"{config.get('task')} does not say which of its splits is measured.", _head(file))
+    measured = "test_split" if config.get("test_split") else "validation_split"
+    split = config[measured]
     own = config.get("num_fewshot")
     wanted = own or 0 if few_shot is None or own == 0 else few_shot
     examples = config.get("fewshot_split") or config.get("training_split") or split
@@ -197,7 +196,6 @@ def _local(config: Mapping[str, Any], rows: list[Row], file: Path, few_shot: int
         return made or made.update({name: datasets.Dataset.from_list(of) for name, of in splits.items()}) or made
 
     unused = {f"{kind}_split": None for kind in ("training", "validation", "test")}
-    measured = "test_split" if config.get("test_split") else "validation_split"
     return {**unused, measured: split, "fewshot_split": examples, "custom_dataset": items}
 
 

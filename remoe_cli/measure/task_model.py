@@ -54,16 +54,17 @@ class TaskModel(HFLM):
     def _answered(self, what: str, answer: Callable[..., list], requests: Sequence[Any]) -> list:
         """lm-eval's own bars are off; stderr is ours meanwhile."""
         with redirect_stderr(self._stderr), progress(f"{self._title}: task {what}", len(requests)) as bar:
-            self.set_cache_hook(_Counted(bar))
+            self.set_cache_hook(_Counted(bar, len(requests), self.batch_size_per_gpu))
             return answer(requests, disable_tqdm=True)
 
 
 class _Counted:
-    """lm-eval tells it each answer, as it would a cache."""
+    """lm-eval tells it each answer, as it would a cache; the answers of a batch come at once, after its last one."""
 
-    def __init__(self, bar: Bar) -> None:
-        self._bar, self._done = bar, 0
+    def __init__(self, bar: Bar, total: int, batch: int) -> None:
+        self._bar, self._total, self._batch, self._done = bar, total, batch, 0
 
     def add_partial(self, kind: str, request: Any, answer: Any) -> None:
         self._done += 1
-        self._bar.update(self._done)
+        if self._done % self._batch == 0 or self._done == self._total:
+            self._bar.update(self._done)
