@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 from commands import refused
+from terminal import on_a_terminal, plain
 
 from remoe_cli.generate import Asked, generate
 from remoe_cli.memory import Room
@@ -146,6 +148,19 @@ def test_a_model_with_the_tuned_gates_has_no_base_to_compare(remoe, made):
     ran = remoe("generate", "patched", PROMPT, "--delta", made / "run", "--compare", "--cache", 3)
     refused(ran, "holds the tuned gates already", f"remoe generate {made / 'model'}")
     assert made_by(remoe, "patched", PROMPT, "--delta", made / "run", "--cache", 3, "--tokens", 2)["rows"]
+
+
+def test_on_a_terminal_the_text_stays_and_the_figures_below_it_go(remoe, tmp_path):
+    common = ("demo", "def read_file(path):", "--cache", 8, "--tokens", 40)
+    text = made_by(remoe, *common)["rows"][0]["text"]
+    code, shown = on_a_terminal(["generate", *common], 60, tmp_path)
+    assert code == 0 and "\x1b[2K" in shown, "a line that was drawn is taken back"
+    lines = [plain(line).split("\r")[-1].rstrip() for line in shown.splitlines()]
+    assert re.search(r"^\d+ tokens, [\d.]+ tokens/s, hit", plain(shown), re.M) and "limited by" in lines[-1]
+    for line in filter(None, map(str.rstrip, text.splitlines())):
+        assert line in lines
+    code, shown = on_a_terminal(["--quiet", "generate", *common], 60, tmp_path)
+    assert (code, shown) == (0, text + "\n")
 
 
 def test_in_python_nothing_is_shown(model, capsys):

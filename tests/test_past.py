@@ -17,8 +17,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MORE = [7, 120, 33, 2]
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(temperature=1.5, seed=3)], ids=["greedy", "drawn"])
-def test_told_tokens_and_counts_are_those_of_a_plain_run(checkpoint, sampling):
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_told_tokens_and_counts_are_those_of_a_plain_run(folders, family):
+    checkpoint = Checkpoint.open(folders(family, torch.bfloat16))
+    sampling = Sampling(temperature=1.5, seed=3) if family in MODEL_TYPES[::2] else None
     with OffloadedDecoder(checkpoint, 3) as decoder:
         plain = decoder.decode(PROMPT, NEW, sampling=sampling)
         told = []
