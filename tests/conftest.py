@@ -130,17 +130,19 @@ def pytest_configure() -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """After a whole suite that passed: an error that no test provoked, and that is not listed, makes it fail."""
     config = session.config
+    if hasattr(config, "workerinput"):
+        return
     whole = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not (
         config.option.keyword or config.option.markexpr
     )
-    if hasattr(config, "workerinput") or not whole or exitstatus:
-        return
-    unseen, listed = error_sites.unseen(error_sites.folder()), error_sites.listed()
-    if os.environ.get("REMOE_ERRORS") == "shrink":
-        error_sites.write(sorted({*unseen} & {*listed}))
-    if missing := sorted({*unseen} - {*listed}):
-        print(f"\n{len(missing)} errors that no test provokes (tests/error_sites.py):", *missing, sep="\n  ")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if whole and not exitstatus:
+        unseen, listed = {*error_sites.unseen(error_sites.folder())}, {*error_sites.listed()}
+        if os.environ.get("REMOE_ERRORS") == "shrink":
+            error_sites.write(sorted(unseen & listed))
+        if missing := sorted(unseen - listed):
+            print(f"\n{len(missing)} errors that no test provokes (tests/error_sites.py):", *missing, sep="\n  ")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    error_sites.forget()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

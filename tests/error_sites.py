@@ -9,8 +9,10 @@ unseen_errors.txt does not list is a failure. That list may only shrink: REMOE_E
 """
 
 import ast
+import contextlib
 import functools
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ TESTS = Path(__file__).parent
 PACKAGE = TESTS.parent / "remoe_cli"
 LISTED = TESTS / "unseen_errors.txt"
 FOLDER = "REMOE_ERRORS_SEEN"
+_PREFIX = "remoe-errors-"
 
 
 class Site(NamedTuple):
@@ -73,10 +76,16 @@ def unseen(folder: Path) -> list[str]:
 def folder() -> Path:
     """Where this run and the processes it starts record; made by the first that asks."""
     if FOLDER not in os.environ:
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix="remoe-errors-")
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix=_PREFIX)
     path = Path(os.environ[FOLDER])
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def forget() -> None:
+    """Removes the folder, unless it was named from outside."""
+    if (path := folder()).name.startswith(_PREFIX):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def record() -> None:
@@ -95,7 +104,7 @@ def record() -> None:
         spot = frame and (frame.f_code.co_filename, frame.f_lineno)
         if spot and spot not in seen and Path(spot[0]).is_relative_to(PACKAGE):
             seen.add(spot)
-            with open(Path(os.environ[FOLDER]) / str(os.getpid()), "a") as lines:
+            with contextlib.suppress(OSError), open(Path(os.environ[FOLDER]) / str(os.getpid()), "a") as lines:
                 lines.write(f"{Path(spot[0]).relative_to(PACKAGE).as_posix()}:{spot[1]}\n")
 
     init.recording = True

@@ -95,7 +95,7 @@ def plan(
              for name, text in (("device-memory", device_memory), ("ram", ram))}  # fmt: skip
     memories = [_size("memory", text, model, "decode") for text in memory.split(",")] if memory is not None else []
     from remoe_cli.console import data as print_data
-    from remoe_cli.console import note
+    from remoe_cli.console import note, width
 
     note("Loading torch and transformers")
     found: dict[str, Any]
@@ -116,7 +116,7 @@ def plan(
             ram=sizes["ram"],
             devices=devices,
         )
-    print_data(json.dumps(found) if as_json else summary(found))
+    print_data(json.dumps(found) if as_json else summary(found, width()))
     if found["refusal"]:
         raise RemoeError(**found["refusal"])
 

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from remoe_cli.report.renderers.grid import grid
 from remoe_cli.sizes import show_size
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(found: dict[str, Any], width: int = 120) -> str:
     """The same for a person, and the next command."""
     pinned = found["model"].partition("@")[0] + (f"@{found['commit'][:8]}" if found["commit"] else "")
     lines = [
@@ -14,7 +15,7 @@ def summary(found: dict[str, Any]) -> str:
         f"Recipe {found['recipe']}, scope {found['scope']}: {found['steps']:,} steps of {found['tokens_a_step']:,} tokens, "
         f"rows of {found['sequence']:,}, {found['micro_batch']} at a time",
         "",
-        *_table(found),
+        *_table(found, width),
         "",
         *(
             f"{_title(mode)}: {', '.join(f'{name} {show_size(size)}' for name, size in {**mode['on_device'], **mode['in_host']}.items())}"
@@ -32,7 +33,7 @@ def _title(mode: dict[str, Any]) -> str:
     return f"{mode['mode']} on {mode['devices']}" if "devices" in mode else mode["mode"]
 
 
-def _table(found: dict[str, Any]) -> list[str]:
+def _table(found: dict[str, Any], width: int) -> list[str]:
     apart = found["host_free"] is not None
     head = [
         "",
@@ -60,10 +61,8 @@ def _table(found: dict[str, Any]) -> list[str]:
             _fit(mode),
         ])  # fmt: skip
     columns = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    wide = {i: max(len(row[i]) for row in rows) for i in columns}
-    return [
-        "  ".join(row[i].ljust(wide[i]) if not i else row[i].rjust(wide[i]) for i in columns).rstrip() for row in rows
-    ]
+    kept = [[row[i] for i in columns] for row in rows]
+    return grid(kept[0], kept[1:], width)
 
 
 def _fit(mode: dict[str, Any]) -> str:

@@ -3,10 +3,11 @@
 from typing import Any
 
 from remoe_cli.report.known_misses import ANY
+from remoe_cli.report.renderers.grid import grid
 from remoe_cli.sizes import show_size
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(found: dict[str, Any], width: int = 120) -> str:
     """At most 80 columns where the names are short, and the next command."""
     pinned = found["model"].partition("@")[0] + (f"@{found['commit'][:8]}" if found["commit"] else "")
     lines = [
@@ -14,7 +15,7 @@ def summary(found: dict[str, Any]) -> str:
         f"An expert {show_size(found['expert_bytes'])}, all {show_size(found['experts_bytes'])}; "
         f"outside the experts {show_size(found['outside_bytes'])}; computed in {found['dtype']}",
         "",
-        *_table(found),
+        *_table(found, width),
         "",
         *_told(found),
         *_gains(found),
@@ -23,7 +24,7 @@ def summary(found: dict[str, Any]) -> str:
     return "\n".join([*lines, *([f"Next: {found['next']}"] if found["next"] else [])])
 
 
-def _table(found: dict[str, Any]) -> list[str]:
+def _table(found: dict[str, Any], width: int) -> list[str]:
     rows = [["C", "memory", "hit", "MB a token", "tpot", "tokens/s", ""]]
     for row in found["rows"]:
         fast, slow = row["tpot_ms"]
@@ -36,8 +37,7 @@ def _table(found: dict[str, Any]) -> list[str]:
             _range(_figures(1e3 / slow), _figures(1e3 / fast)),
             ", ".join(_fits(found, room) for room in found["memory"] if room["capacity"] == row["capacity"]),
         ])  # fmt: skip
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join([*(row[i].rjust(wide[i]) for i in range(6)), row[6]]).rstrip() for row in rows]
+    return grid(rows[0], rows[1:], width, align=str.rjust)
 
 
 def _fits(found: dict[str, Any], room: dict[str, Any]) -> str:
