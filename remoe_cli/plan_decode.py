@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from remoe_cli.errors import command, FamilyError, HubError, MemoryShortError, R
 from remoe_cli.families import family_of, find_gates
 from remoe_cli.families.loader import meta_model
 from remoe_cli.hub.absent import disk_room, require_disk, weight_files_here
-from remoe_cli.hub.headers import fetch_headers
+from remoe_cli.hub.headers import fetch_headers, Headers
 from remoe_cli.hub.known_deltas import known_deltas
 from remoe_cli.hub.resolve import fetch_config, Found, resolve
 from remoe_cli.offload import budget, OffloadedDecoder
@@ -32,14 +32,15 @@ _MEGABYTE = 1_000_000
 
 
 class Measured(NamedTuple):
-    """Bytes a second of reads of an expert, slowest stretch first, past the page cache unless `io` is "buffered"; of copies to the device,
-    None where they are no copies; of weights in products with one token. layer_s: seconds of a layer that has next to none."""
+    """Each stretch, the worst first. disk: bytes a second of reads of an expert, past the page cache unless `io` is "buffered"; link:
+    of copies to the device, None where they are no copies; weights: of weights in products with one token. layer_s: seconds of a
+    layer that has next to none, quartiles."""
 
     disk: list[float]
     io: str
     link: float | None
-    weights: float
-    layer_s: float
+    weights: list[float]
+    layer_s: list[float]
 
 
 class _Model(NamedTuple):
@@ -80,20 +81,7 @@ def plan(
     tokens = _tokens(found.config, tokens, name)
     where = pick_device(device)
     headers = fetch_headers(found)
-    net = meta_model(headers, torch.float32)
-    gates = find_gates(net)
-    require_known(gates[0].experts, family.model_type)
-    shape = shape_of(headers, net, gates, where)
-    if shape is None:
-        raise FamilyError(
-            f"{name}: neither a weight file is here nor does config.json name a dtype, so its sizes are unknown.",
-            command("inspect", name),
-        )
-    text = net.config.get_text_config()
-    model = _Model(
-        shape, text.num_hidden_layers, len(gates), gates[0].n_experts, gates[0].top_k, text.hidden_size,
-        budget.request_bytes(found.config, shape.dtype, tokens),
-    )  # fmt: skip
+    model = _sized(name, headers, family.model_type, where, tokens)
     here, absent = weight_files_here(found, headers)
     disk = disk_room(found, absent)
     free = memory.gpu(where) if where.startswith("cuda") else memory.available()
@@ -118,10 +106,10 @@ def plan(
         "moe_layers": model.moe_layers,
         "n_experts": model.n_experts,
         "top_k": model.top_k,
-        "expert_bytes": shape.one,
-        "experts_bytes": shape.one * model.n_experts * model.moe_layers,
-        "outside_bytes": shape.outside,
-        "dtype": dtype_label(shape.dtype),
+        "expert_bytes": model.shape.one,
+        "experts_bytes": model.shape.one * model.n_experts * model.moe_layers,
+        "outside_bytes": model.shape.outside,
+        "dtype": dtype_label(model.shape.dtype),
         "tokens": tokens,
         "device": device_name(where),
         "free": free.nbytes,
@@ -135,6 +123,21 @@ def plan(
         "next": None if refusal else command("decode", name, cache=capacity),
         "refusal": {"message": refusal.message, "hint": refusal.hint} if refusal else None,
     }
+
+
+def _sized(name: str, headers: Headers, model_type: str, device: str, tokens: int) -> _Model:
+    net = meta_model(headers, torch.float32)
+    gates = find_gates(net)
+    require_known(gates[0].experts, model_type)
+    shape = shape_of(headers, net, gates, device)
+    if shape is None:
+        raise FamilyError(
+            f"{name}: neither a weight file is here nor does config.json name a dtype, so its sizes are unknown.",
+            command("inspect", name),
+        )
+    text, context = net.config.get_text_config(), budget.request_bytes(headers.config, shape.dtype, tokens)
+    first = gates[0]
+    return _Model(shape, text.num_hidden_layers, len(gates), first.n_experts, first.top_k, text.hidden_size, context)
 
 
 def _tokens(config: dict[str, Any], tokens: int | None, name: str) -> int:
@@ -168,22 +171,36 @@ def _ladder(model: _Model, fitting: Sequence[int | None]) -> list[int]:
 
 
 def _row(model: _Model, hits: tuple[float, float], capacity: int, device: str, measured: Measured) -> dict[str, Any]:
-    """Ranges, the better end first: of most hits and the fastest reads, and of fewest and the slowest."""
+    """Ranges, the better end first: of most hits and the best rates, and of fewest and the worst."""
     accesses = model.top_k * model.moe_layers
     misses = [accesses * (1 - hit) for hit in reversed(hits)]
-    met = (model.shape.elements - model.shape.looked_up) * model.shape.dtype.itemsize
-    experts = accesses * model.shape.slot / measured.weights
-    rest = met / measured.weights + model.layers * measured.layer_s
-    slowest, fastest = (min(rate, measured.link or rate) for rate in (measured.disk[0], measured.disk[-1]))
-    loads = [misses[0] * model.shape.one / fastest, misses[1] * model.shape.one / slowest]
+    loads = [one * model.shape.one for one in misses]
+    best, worst = (_seconds(model, nbytes, end, measured) for nbytes, end in zip(loads, (-1, 0)))
     return {
         "capacity": capacity,
         "memory": model.needed(capacity, device),
         "hit": [*reversed(hits)],
         "misses_a_token": misses,
-        "mb_a_token": [one * model.shape.one / 1e6 for one in misses],
-        "tpot_ms": [1e3 * (rest + max(experts, loads[0])), 1e3 * (rest + experts + loads[1])],
+        "mb_a_token": [nbytes / 1e6 for nbytes in loads],
+        "tpot_ms": [1e3 * (best.rest + max(best.experts, best.loads)), 1e3 * sum(worst)],
     }
+
+
+class _Seconds(NamedTuple):
+    """Of a token. experts: the arithmetic of the routed ones, which alone can hide loads."""
+
+    rest: float
+    experts: float
+    loads: float
+
+
+def _seconds(model: _Model, loads: float, end: int, measured: Measured) -> _Seconds:
+    """At that end of what was measured."""
+    shape, rate = model.shape, measured.weights[end]
+    met = (shape.elements - shape.looked_up) * shape.dtype.itemsize
+    disk = min(measured.disk[end], measured.link or measured.disk[end])
+    experts = model.top_k * model.moe_layers * shape.slot
+    return _Seconds(met / rate + model.layers * measured.layer_s[end], experts / rate, loads / disk)
 
 
 def _measure(model: _Model, where: str, folder: Path, files: list[Path]) -> Measured:
@@ -192,17 +209,18 @@ def _measure(model: _Model, where: str, folder: Path, files: list[Path]) -> Meas
     shape = model.shape
     disk, io = rates.disk_rates(folder, files, seconds, shape.one // shape.reads, _STRETCHES)
     link = rates.copy_rate(where, seconds / 2) if where.startswith("cuda") else None
-    through = rates.weight_rate(model.width, shape.dtype, where, seconds / 2)
-    return Measured(sorted(disk), io, link, through, _layer_seconds(where))
+    weights = rates.weight_rates(model.width, shape.dtype, where, seconds / 2, _STRETCHES)
+    return Measured(sorted(disk), io, link, sorted(weights), _layer_seconds(where))
 
 
-def _layer_seconds(device: str) -> float:
+def _layer_seconds(device: str) -> list[float]:
     """Of the demo, whose weights are next to nothing, without its waits for experts."""
     checkpoint = resolve("demo")
     with OffloadedDecoder(checkpoint, 64, device=device, threads=compute_threads(None)) as decoder:
         split = decoder.decode([1, 2], _STEPS).split.tokens
     steps = zip(*(seconds for phase, seconds in split.items() if phase != "wait"))
-    return median(map(sum, steps)) / checkpoint.config["num_hidden_layers"]
+    n_layers = checkpoint.config["num_hidden_layers"]
+    return [step / n_layers for step in reversed(quantiles(map(sum, steps), n=4))]
 
 
 def _named(row: dict[str, Any]) -> dict[str, Any]:

@@ -97,9 +97,9 @@ def _per_second(work: Callable[[], object], device: str, seconds: float) -> floa
     return done / (perf_counter() - start)
 
 
-def weight_rate(hidden: int, dtype: torch.dtype, device: str, seconds: float) -> float:
+def weight_rates(hidden: int, dtype: torch.dtype, device: str, seconds: float, times: int) -> list[float]:
     """Bytes of weights a second that one token goes through, in products with [inner, hidden] as the decoder makes them, with
-    its threads."""
+    its threads; `times` rates, each of an equal part of the time."""
     inner = max(1, _PRODUCT // (hidden * dtype.itemsize))
     one = torch.full((inner, hidden), 0.01, dtype=dtype, device=device)
     weights = [one.clone() for _ in range(max(1, _COPY // one.nbytes))]
@@ -110,7 +110,7 @@ def weight_rate(hidden: int, dtype: torch.dtype, device: str, seconds: float) ->
             linear(x, weight)
 
     with running(torch.device(device), compute_threads(None)):
-        return len(weights) * one.nbytes * _per_second(every, device, seconds)
+        return [len(weights) * one.nbytes * _per_second(every, device, seconds / times) for _ in range(times)]
 
 
 def _read_rate(files: Sequence[Path], seconds: float, nbytes: int) -> tuple[float, str]:

@@ -7,7 +7,7 @@ from remoe_cli.sizes import show_size
 
 
 def summary(found: dict[str, Any], width: int = 120) -> str:
-    """The same for a person, and the next command."""
+    """With the next command. width: columns for the table."""
     pinned = found["model"].partition("@")[0] + (f"@{found['commit'][:8]}" if found["commit"] else "")
     lines = [
         f"{pinned}: {show_size(found['weights'])} in {found['dtype']}, {found['layers']} layers of up to {show_size(found['largest_layer'])}; "
@@ -44,7 +44,7 @@ def _table(found: dict[str, Any], width: int) -> list[str]:
         f"{found['steps']:,} steps",
         "fits",
     ]
-    rows = [head]
+    rows: list[list[str]] = []
     for mode in found["modes"]:
         if mode["why"]:
             rows.append([_title(mode), "", "", "", "", "", "no"])
@@ -60,9 +60,8 @@ def _table(found: dict[str, Any], width: int) -> list[str]:
             _duration(3600 * mode["hours"]) if seconds else "?",
             _fit(mode),
         ])  # fmt: skip
-    columns = [i for i in range(len(head)) if any(row[i] for row in rows[1:])]
-    kept = [[row[i] for i in columns] for row in rows]
-    return grid(kept[0], kept[1:], width)
+    columns = [i for i in range(len(head)) if not i or any(row[i] for row in rows)]
+    return grid([head[i] for i in columns], [[row[i] for i in columns] for row in rows], width)
 
 
 def _fit(mode: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from remoe_cli.sizes import show_size
 
 
 def summary(found: dict[str, Any], width: int = 120) -> str:
-    """At most 80 columns where the names are short, and the next command."""
+    """With the next command. width: columns for the table."""
     pinned = found["model"].partition("@")[0] + (f"@{found['commit'][:8]}" if found["commit"] else "")
     lines = [
         f"{pinned}: {found['moe_layers']} MoE layers of {found['n_experts']} experts, {found['top_k']} a token",
@@ -25,7 +25,8 @@ def summary(found: dict[str, Any], width: int = 120) -> str:
 
 
 def _table(found: dict[str, Any], width: int) -> list[str]:
-    rows = [["C", "memory", "hit", "MB a token", "tpot", "tokens/s", ""]]
+    heads = ["C", "memory", "hit", "MB a token", "tpot ms", "tokens/s", "most in"]
+    rows = []
     for row in found["rows"]:
         fast, slow = row["tpot_ms"]
         rows.append([
@@ -33,19 +34,23 @@ def _table(found: dict[str, Any], width: int) -> list[str]:
             show_size(row["memory"]),
             _range(*(f"{hit:.2f}" for hit in reversed(row["hit"]))),
             _range(*(_figures(size) for size in row["mb_a_token"])),
-            f"{_range(_figures(fast), _figures(slow))} ms",
+            _range(_figures(fast), _figures(slow)),
             _range(_figures(1e3 / slow), _figures(1e3 / fast)),
-            ", ".join(_fits(found, room) for room in found["memory"] if room["capacity"] == row["capacity"]),
+            ", ".join(_fits(room) for room in found["memory"] if room["capacity"] == row["capacity"]),
         ])  # fmt: skip
-    return grid(rows[0], rows[1:], width, align=str.rjust)
+    return grid(heads, rows, width, align=str.rjust)
 
 
-def _fits(found: dict[str, Any], room: dict[str, Any]) -> str:
-    return f"in {show_size(room['bytes'])}" + ("" if room["asked"] else " (free)")
+def _fits(room: dict[str, Any]) -> str:
+    return show_size(room["bytes"]) + ("" if room["asked"] else " (free)")
 
 
 def _range(first: str, last: str) -> str:
     return first if first == last else f"{first}-{last}"
+
+
+def _rates(stretches: list[float]) -> str:
+    return _range(*(f"{stretches[end] / 1e9:.2f}" for end in (0, -1))) + " GB/s"
 
 
 def _figures(value: float) -> str:
@@ -58,14 +63,15 @@ def _told(found: dict[str, Any]) -> list[str]:
     measured, near = found["measured"], found["known"]
     short = [show_size(room["bytes"]) for room in found["memory"] if room["capacity"] is None]
     lengths = sorted(row["request_tokens"] for row in near["rows"])
-    disk = _range(*(f"{measured['disk'][i] / 1e9:.2f}" for i in (0, -1)))
+    layer = _range(*(f"{1e3 * measured['layer_s'][end]:.2g}" for end in (-1, 0)))
     link = f", memory to device {show_size(measured['link'])}/s" if measured["link"] else ""
     models = dict.fromkeys(row["model"] for row in near["rows"])
     lines = [
+        "C: experts kept a layer (--cache). Ranges: of the traces' hits and this machine's rates, together",
         *([f"Too little for the experts of one token: {', '.join(short)}"] if short else []),
         f"On {found['device']}, {show_size(found['free'])} free; requests of up to {found['tokens']:,} tokens",
-        f"Measured here: disk {disk} GB/s ({measured['io']}){link},",
-        f"  weights {show_size(measured['weights'])}/s for one token, {1e3 * measured['layer_s']:.2g} ms a layer beside them",
+        f"Measured here: disk {_rates(measured['disk'])} ({measured['io']}){link},",
+        f"  weights {_rates(measured['weights'])} for one token, {layer} ms a layer beside them",
         f"Hits from traces of {near['of']}: {', '.join(models)}",
         *(f"  {text}" for text in dict.fromkeys(f"{row['text']} ({row['source']})" for row in near["rows"])),
         "Assumed: routing as local as there, LRU from a cold cache a request (of "
