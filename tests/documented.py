@@ -28,9 +28,12 @@ SHORT = {
     "trace": ["--requests", "2", "--prompt-tokens", "4", "--new-tokens", "6"],
     "reroute": ["--rows", "2"],
     "decode": ["--tokens", "4"],
+    "generate": ["--tokens", "4"],
+    "chat": ["--tokens", "4", "--cache", "8", "--template", "raw"],  # the demo has no chat template
     "pack": ["--force"],  # an expert of the demo lies in one place already
 }
-MEANT = {"RECIPE": "no-trust"}  # words that stand for any of their kind
+MEANT = {"RECIPE": "no-trust", "/data/models": "."}  # words that stand for any of their kind
+TYPED = "Hello\n/stats\n/quit\n"  # on stdin
 WORKER = """
 import contextlib, io, json, os, signal, sys, threading, time
 from pathlib import Path
@@ -41,10 +44,11 @@ def stop_when(path):  # as Ctrl-C would, once the run has made a step
         time.sleep(0.02)
     os.kill(os.getpid(), signal.SIGINT)
 
-for line in sys.stdin:
+for line in sys.__stdin__:
     asked = json.loads(line)
     os.chdir(asked["cwd"])
     sys.argv, out, err, code = ["remoe", *asked["words"]], io.StringIO(), io.StringIO(), 0
+    sys.stdin = io.TextIOWrapper(io.BytesIO(asked["typed"].encode()))
     if asked["stop"]:
         threading.Thread(target=stop_when, args=(Path(asked["stop"]),), daemon=True).start()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -123,7 +127,7 @@ class Worker:
 
     def __call__(self, folder: Path, *words: str, stop: str = "") -> Ran:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"cwd": str(folder), "words": words, "stop": stop}) + "\n")
+        self._process.stdin.write(json.dumps({"cwd": str(folder), "words": words, "stop": stop, "typed": TYPED}) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"remoe {' '.join(words)}: the process is gone"
@@ -162,7 +166,13 @@ def stock(worker: Worker, shop: Path) -> None:
         "other": ["--delta", "st"],
     }.items():
         _done(worker(shop, "trace", "demo", "--probabilities", *delta, "-o", f"{name}.trace", *SHORT["trace"]))
+    _done(worker(shop, "eval", "runs/x", "--cache", "8", *SHORT["eval"]))
+    for name in ("RUN_A", "RUN_B", "RUN_C"):
+        shutil.copytree(shop / "runs/x", shop / name)
     shutil.copytree(shop / "st", shop / "RUN")
+    (shop / "data/gsm8k").mkdir(parents=True)
+    sums = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 9)]
+    (shop / "data/gsm8k/test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
 
 
 def _done(ran: Ran) -> None:
@@ -171,9 +181,10 @@ def _done(ran: Ran) -> None:
 
 def provide(shop: Path, folder: Path, words: list[str]) -> None:
     """Puts what the words name into the folder, where the page has not made it itself; and takes away what they are to make."""
-    if words[0] in ("eval", "push") and not (folder / "runs").exists():
+    if words[0] in ("eval", "push", "report") and not (folder / "runs").exists():
         words = [*words, "runs/x"]  # the latest run
     for before, word in zip(["", *words], words, strict=False):
+        word = word.partition("=")[2] if "=" in word and (shop / word.partition("=")[2]).is_file() else word
         place = folder / word
         if before in OUTPUTS and place.exists() and "--resume" not in words:
             shutil.rmtree(place) if place.is_dir() else place.unlink()
@@ -188,4 +199,5 @@ def provide(shop: Path, folder: Path, words: list[str]) -> None:
 def shortened(words: list[str]) -> list[str]:
     if words[:2] == ["trace", "import"] or "--resume" in words:
         return words
-    return [*(MEANT.get(word, word) for word in words), *SHORT.get(words[0], [])]
+    few = ["--limit", "1"] if "--tasks" in words else []
+    return [*(MEANT.get(word, word) for word in words), *SHORT.get(words[0], []), *few]

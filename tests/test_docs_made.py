@@ -54,13 +54,5 @@ def kinds(cell) -> set[str]:
 def test_the_quickstart_shows_output_below_every_demo_command():
     made = runpy.run_path(str(DOCS / "make_quickstart.py"))
     blocks = made["BLOCK"].findall((DOCS / "quickstart.md").read_text())
-    assert [words.split()[0] for words, _ in blocks] == [
-        "inspect",
-        "finetune",
-        "eval",
-        "report",
-        "push",
-        "apply",
-        "decode",
-    ]
+    assert [words.split()[0] for words, _ in blocks] == ["inspect", "finetune", "eval", "push", "apply", "decode"]
     assert all(output.strip() for _, output in blocks)

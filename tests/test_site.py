@@ -12,6 +12,7 @@ from browser import chromium
 
 pytest.importorskip("material", reason="make docs needs the group docs")
 ROOT = Path(__file__).parent.parent
+SHOTS = os.environ.get("REMOE_SHOTS")  # a folder for pictures of every page, to look at
 SCROLLS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
@@ -67,6 +68,8 @@ def looked_at(browser, site: Path, width: int, scheme: str) -> list[str]:
         view.goto(page.as_uri())
         if view.evaluate(SCROLLS):
             found.append(f"{page.name} scrolls sideways at {width}")
+        if SHOTS:
+            view.screenshot(path=Path(SHOTS, f"{page.relative_to(site).with_suffix('')}-{width}.png"), full_page=True)
     return found
 
 
