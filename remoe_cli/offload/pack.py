@@ -55,7 +55,7 @@ def reads_an_expert(layers: Sequence[ExpertLayer]) -> float:
 
 
 def packed_bytes(layers: Sequence[ExpertLayer], form: Form = STORED) -> int:
-    """The size of a store of these layers. Raises FamilyError where they can't be in this form."""
+    """The size of a store of these layers."""
     return sum(_places(layer)[1] for layer in _in_form(layers, Path(), form))
 
 

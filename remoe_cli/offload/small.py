@@ -3,6 +3,7 @@
 int8: [O, I] codes, one scale a row: weight = code x scale. int4: a scale and a zero for each group of inputs of a row: weight =
 (code - 8) x scale + zero. The codes of int4 lie as torch's kernel for AVX-512 wants them: rows in blocks of 64 (the last one filled
 up with zeros), of a block input by input 32 bytes, of which byte j holds row j below and row j + 32 above. Where torch's kernel
+(Where 32 does not divide the inputs, both codes and inputs are filled up with zeros.) Where torch's kernel
 for this machine wants something else, or has none for the dtype, weights are unpacked before each product.
 
 Shape letters: M rows, O outputs, I inputs, G groups of inputs, B blocks of rows.
@@ -39,6 +40,8 @@ class Small(NamedTuple):
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """[..., I] -> [..., O]"""
+        if x.shape[-1] < self.codes.shape[1]:
+            x = F.pad(x, (0, self.codes.shape[1] - x.shape[-1]))
         if not has_kernel(x.device.type, x.dtype) or x.numel() > _MOST_ROWS * x.shape[-1]:
             return F.linear(x, self.weight(x.dtype))
         x_MI = x.reshape(-1, x.shape[-1])
@@ -50,7 +53,7 @@ class Small(NamedTuple):
         return out.view(*x.shape[:-1], self.rows)
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """[O, I]"""
+        """[O, I], of int4 with the inputs that were filled up."""
         if not self.is_int4:
             return self.codes.to(dtype) * self.scales.to(dtype)[:, None]
         low_BIH, high_BIH = self.codes & 15, self.codes >> 4
@@ -68,13 +71,13 @@ def int8(weight_OI: torch.Tensor) -> Small:
 
 
 def int4(weight_OI: torch.Tensor, group: int) -> Small:
-    """weight: fp32, I a multiple of group. Of each group the range that leaves the least squared error of a few."""
-    rows, inputs = weight_OI.shape
-    weight_OI = F.pad(weight_OI, (0, 0, 0, -rows % _BLOCK))
+    """weight: fp32; group: as `group_for` says. Of each group the range that leaves the least squared error of a few."""
+    rows = len(weight_OI)
+    weight_OI = F.pad(weight_OI, (0, -weight_OI.shape[1] % GROUPS[0], 0, -rows % _BLOCK))
     codes, scales = zip(
         *(_nearest(part.view(_BLOCK, -1, group)) for part in weight_OI.split(_BLOCK))
     )  # stays in the core's cache
-    return Small(blocked(torch.cat(codes).view(-1, inputs)), torch.cat(scales).transpose(0, 1).contiguous(), rows)
+    return Small(blocked(torch.cat(codes).view(weight_OI.shape)), torch.cat(scales).transpose(0, 1).contiguous(), rows)
 
 
 def _nearest(groups_OGJ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,9 +101,13 @@ def blocked(codes_OI: torch.Tensor) -> torch.Tensor:
     return (halves[:, 0] | halves[:, 1] << 4).contiguous()
 
 
-def group_for(inputs: int, most: int) -> int | None:
-    """The largest group of at most `most` inputs that divides them; None where none does."""
-    return max((group for group in GROUPS if group <= most and inputs % group == 0), default=None)
+def group_for(inputs: int, most: int) -> int:
+    """The largest group of at most `most` inputs that divides them, once they are filled up to a multiple of 32."""
+    return max(group for group in GROUPS if group <= most and _filled(inputs) % group == 0)
+
+
+def _filled(inputs: int) -> int:
+    return inputs + -inputs % GROUPS[0]
 
 
 def shapes(shape: tuple[int, int], precision: str, group: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -109,7 +116,8 @@ def shapes(shape: tuple[int, int], precision: str, group: int) -> tuple[tuple[in
     if precision == INT8:
         return shape, (outputs,)
     blocks = -(-outputs // _BLOCK)
-    return (blocks, inputs, _BLOCK // 2), (inputs // group, blocks * _BLOCK, 2)
+    filled = _filled(inputs)
+    return (blocks, filled, _BLOCK // 2), (filled // group, blocks * _BLOCK, 2)
 
 
 @lru_cache

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from remoe_cli.errors import command, FamilyError
 from remoe_cli.families.experts import ExpertLayer, ExpertPart, Piece, SCALES
 from remoe_cli.offload.arena import PAGE
 from remoe_cli.offload.layout import Layout, round_up, Window
@@ -18,7 +17,7 @@ _CODES = {INT4: "U8", INT8: "I8"}
 def small_layers(layers: Sequence[ExpertLayer], precision: str, group: int, files: Sequence[Path]) -> list[ExpertLayer]:
     """The same layers with their weights in `precision`, in these files (one a layer); biases as they are stored.
 
-    group: inputs that share a scale of int4, at most. Raises FamilyError where a weight's inputs can't be grouped.
+    group: inputs that share a scale of int4, at most.
     """
     return [_moved(layer, precision, group, file) for layer, file in zip(layers, files, strict=True)]
 
@@ -47,7 +46,7 @@ def blocks(layers: Sequence[ExpertLayer], precision: str, group: int, read: Read
             dim = part.pieces[expert][0].dim
             weight = torch.cat([piece for piece in pieces if isinstance(piece, torch.Tensor)], dim)
             weight_OI = (weight.t() if _transposed(layer) else weight).contiguous()
-            made = int8(weight_OI) if precision == INT8 else int4(weight_OI, _group(layer, weight_OI.shape[1], group))
+            made = int8(weight_OI) if precision == INT8 else int4(weight_OI, group_for(weight_OI.shape[1], group))
             found += [_bytes(made.codes), _bytes(made.scales)]
         return b"".join(found)
 
@@ -57,7 +56,11 @@ def blocks(layers: Sequence[ExpertLayer], precision: str, group: int, read: Read
 
 def error_of(made: Small, weight_OI: torch.Tensor) -> float:
     """Root of the mean squared error, against that of the weights themselves."""
-    return ((made.weight(torch.float32) - weight_OI).square().sum() / weight_OI.square().sum()).sqrt().item()
+    return (
+        ((made.weight(torch.float32)[:, : weight_OI.shape[1]] - weight_OI).square().sum() / weight_OI.square().sum())
+        .sqrt()
+        .item()
+    )
 
 
 def _moved(layer: ExpertLayer, precision: str, group: int, file: Path) -> ExpertLayer:
@@ -87,18 +90,9 @@ def _pieces(layer: ExpertLayer, part: ExpertPart, precision: str, group: int) ->
             yield piece.dtype, piece.shape, piece.start, piece.role
         return
     outputs, inputs = reversed(part.shape) if _transposed(layer) else part.shape
-    codes, scales = shapes((outputs, inputs), precision, group if precision == INT8 else _group(layer, inputs, group))
+    codes, scales = shapes((outputs, inputs), precision, group if precision == INT8 else group_for(inputs, group))
     yield _CODES[precision], codes, outputs, precision
     yield "BF16", scales, 0, SCALES
-
-
-def _group(layer: ExpertLayer, inputs: int, most: int) -> int:
-    if (group := group_for(inputs, most)) is None:
-        raise FamilyError(
-            f"layer {layer.layer} has experts with {inputs} inputs, which no group of 32 or more divides: int4 can't hold them.",
-            command("pack", "MODEL", experts=INT8, out="DIR"),
-        )
-    return group
 
 
 def _transposed(layer: ExpertLayer) -> bool:
