@@ -99,8 +99,8 @@ def record() -> None:
     def init(self, *arguments, **named):
         make(self, *arguments, **named)
         frame = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename == errors.__file__:
-            frame = frame.f_back
+        while frame is not None and (frame.f_code.co_filename == errors.__file__ or frame.f_locals.get("self") is self):
+            frame = frame.f_back  # out of the error's own constructors
         spot = frame and (frame.f_code.co_filename, frame.f_lineno)
         if spot and spot not in seen and Path(spot[0]).is_relative_to(PACKAGE):
             seen.add(spot)

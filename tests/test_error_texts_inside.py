@@ -1,6 +1,7 @@
 """Errors below the commands that no other file provokes: what engines say of models, files and disks that cannot be used."""
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -10,10 +11,24 @@ import numpy as np
 import pytest
 import torch
 from commands import refused
+from safetensors.torch import save_file
 from test_error_texts import raises
 
-from remoe_cli.errors import CheckpointError, DataError, FamilyError, RunError, TraceError, TrainingError
+from remoe_cli.cache import choose
+from remoe_cli.delta import forms
+from remoe_cli.errors import (
+    CacheError,
+    CheckpointError,
+    DataError,
+    FamilyError,
+    HubError,
+    RunError,
+    TraceError,
+    TrainingError,
+)
 from remoe_cli.families import experts, loader, refuse
+from remoe_cli.gguf import patch as gguf_patch
+from remoe_cli.hub import failures, resolve, upload
 from remoe_cli.measure import requests, rerouted
 from remoe_cli.offload import store
 from remoe_cli.report.stored import beside
@@ -177,3 +192,66 @@ def test_packed_experts_of_a_later_format_or_not_whole(remoe, made):
 def test_plans_of_what_there_is_not(remoe, made):
     refused(remoe("plan", made / "model", "--for", "cooking"), "--for is", "not 'cooking'", "remoe plan")
     refused(remoe("plan", made / "model", "--ram", "much"), "--ram takes a size such as 8GB, not 'much'")
+
+
+# The Hub's answers, and disks that lie
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """answer(kind, status) is that error of the Hub's library."""
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+
+    def make(kind, status):
+        url = SimpleNamespace(path="/api/x")
+        return kind("said", response=SimpleNamespace(status_code=status, headers={}, request=None, url=url))
+
+    return make
+
+
+def test_what_the_hub_refuses(answer):
+    from huggingface_hub.errors import HfHubHTTPError, RemoteEntryNotFoundError
+
+    def told(error):
+        return str(failures.explain(error, "org/m", file="a.safetensors"))
+
+    assert "a.safetensors of org/m is listed by" in told(answer(RemoteEntryNotFoundError, 404))
+    assert "a stranger (no token is set) may not read a.safetensors of org/m (forbidden)" in told(
+        answer(HfHubHTTPError, 403)
+    )
+    assert "is full (No space left on device); a.safetensors of org/m did not fit" in told(
+        OSError(28, "No space left on device")
+    )
+    refused_push = upload._explain(answer(HfHubHTTPError, 403), "org/m", None, True)
+    assert "your token may not open a pull request in org/m (no reason given)" in str(refused_push)
+
+
+def test_a_cache_that_loses_a_file(monkeypatch):
+    monkeypatch.setattr(resolve, "cached", lambda *_: None)
+    with raises(HubError, "lost config.json of org/m while it was read", "the same command again"):
+        resolve._folder("org/m", None, "0" * 40, "config.json")
+
+
+def test_files_that_do_not_give_back_what_was_written(tmp_path, monkeypatch):
+    (path := tmp_path / "a.gguf").write_bytes(bytes(16))
+    monkeypatch.setattr(os, "pread", lambda *_: b"????")
+    with raises(RunError, "a.gguf does not give back what was written to it", "another disk"):
+        gguf_patch._write([(path, 4, b"abcd")])
+    monkeypatch.undo()
+    save_file({"gate": torch.zeros(2)}, tmp_path / "m.safetensors")
+    with raises(RunError, "m.safetensors was not written as it should be (the gate gate reads back differently)"):
+        forms.require_written(tmp_path / "m.safetensors", {"gate": torch.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("lru+st_mo", "no prefetcher 'st_mo' (did you mean st_moe?); there are"),
+        ("lru+st_moe:1:2:3:4:5:6:7", "so 'st_moe:1:2:3:4:5:6:7' means nothing"),
+        ("lru+st_moe:many", "number from"),
+        ("belady+st_moe", "policy belady takes no prefetcher"),
+    ],
+)
+def test_prefetchers_that_there_are_not(policy, words):
+    with raises(CacheError, words):
+        choose(policy)
