@@ -14,6 +14,14 @@ Ram = Annotated[
         metavar="SIZE", help="A second tier in memory, between files and slots, such as 8GB.", rich_help_panel=_FILES
     ),
 ]
+InPlace = Annotated[
+    bool,
+    typer.Option(
+        "--in-place",
+        help="Compute a missing expert that --ram holds on the CPU, where measured times say that this is quicker than to bring it.",
+        rich_help_panel=_FILES,
+    ),
+]
 Guess = Annotated[
     int,
     typer.Option(
@@ -131,6 +139,7 @@ def decode(
         str, typer.Option(metavar="B[,B...]", help="Prompts decoded together.", rich_help_panel=_TEXTS)
     ] = "1",
     ram: Ram = None,
+    in_place: InPlace = False,
     guess: Guess = 0,
     throttle: Annotated[
         Optional[str],  # noqa: UP045
@@ -195,7 +204,7 @@ def decode(
     asked = Asked(
         cache, delta=delta, prompt=prompt, prompts=prompts, requests=requests, context=context, tokens=tokens,
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, policy=policy, admission=admission, warm=warm, ram=ram,
-        guess=guess, batch=batch, sessions=sessions, throttle=throttle, readers=readers, io=io, pack=pack, experts=experts, heavy=heavy, floor=floor, threads=threads,
+        guess=guess, in_place=in_place, batch=batch, sessions=sessions, throttle=throttle, readers=readers, io=io, pack=pack, experts=experts, heavy=heavy, floor=floor, threads=threads,
         device=device, reroute=reroute, forced=forced, beside_base=beside_base,
         predictor=predictor,
     )  # fmt: skip

@@ -48,6 +48,7 @@ class Asked:
     warm: str = "cold"
     ram: str | None = None
     guess: int = 0
+    in_place: bool = False
     batch: str = "1"
     sessions: int = 1
     throttle: str | None = None
@@ -170,6 +171,8 @@ def plan_of(asked: Asked, model: str) -> Plan:
         raise UsageError("--forced chooses no token, so nothing is drawn.", again(**dict.fromkeys(sampled)))
     check_sessions(asked, batches, again)
     check_heavy(asked, batches, again)
+    if asked.in_place and asked.heavy is not None:
+        raise UsageError("--in-place computes experts in one precision: it takes no --heavy.", again(heavy=None))
     if asked.beside_base and not asked.forced:
         raise UsageError("--beside-base compares the same tokens: it needs --forced.", again(forced=True))
     if asked.reroute is not None and batches[-1] > 1:
@@ -197,7 +200,10 @@ def plan_of(asked: Asked, model: str) -> Plan:
         batches,
         throttles_of(asked.throttle, again),
         replace(
-            settings_of(asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm), heavy=asked.heavy
+            settings_of(
+                asked.ram, asked.guess, asked.readers, asked.io, again, warm=asked.warm, in_place=asked.in_place
+            ),
+            heavy=asked.heavy,
         ),
         _sampling(asked, again),
     )
@@ -288,7 +294,16 @@ def check_guess(guess: int, top_k: int, again: Again) -> None:
         )
 
 
-def settings_of(ram: str | None, guess: int, readers: int, io: str, again: Again, *, warm: str = "cold") -> Settings:
+def settings_of(
+    ram: str | None,
+    guess: int,
+    readers: int,
+    io: str,
+    again: Again,
+    *,
+    warm: str = "cold",
+    in_place: bool = False,
+) -> Settings:
     """How the experts come in, without a throttle. Raises UsageError."""
     size = 0 if ram is None else parse_size(ram)
     if size is None:
@@ -302,7 +317,11 @@ def settings_of(ram: str | None, guess: int, readers: int, io: str, again: Again
         raise UsageError(f"--readers is 1 to {MOST_READERS}, not {readers}.", again(readers=None))
     if io not in IO:
         raise UsageError(f"--io is {' or '.join(IO)}, not {io!r}.", again(io=None))
-    return Settings(readers=readers, io=io, ram=size, guess=guess, warm=warm)
+    if in_place and not size:
+        raise UsageError(
+            "--in-place computes missing experts where the RAM tier holds them: it needs --ram.", again(ram="8GB")
+        )
+    return Settings(readers=readers, io=io, ram=size, guess=guess, warm=warm, in_place=in_place)
 
 
 def throttles_of(text: str | None, again: Again) -> list[float | None]:

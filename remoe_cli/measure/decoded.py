@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from remoe_cli.offload import Decoded, DecodedBatch, Floor, IoCount, OffloadedDecoder
+from remoe_cli.offload import Decoded, DecodedBatch, Floor, InPlaceCount, IoCount, OffloadedDecoder
 from remoe_cli.report import metrics
 from remoe_cli.report.cells import latency_ms
 from remoe_cli.report.drawn import token_times
@@ -39,6 +39,7 @@ def figures(
         "guesses": guesses,
         "guessed": guessed,
         "rerouted": rerouted,
+        "in_place": _in_place(done) if decoder.settings.in_place else None,
         "light": sum(one.light for one in counts),
         **_read("", decode),
         **_read("prefill_", prefill),
@@ -56,6 +57,17 @@ def figures(
         "floor": _floor(done, floors),
         **latency_ms([one.latency.ttft_s for one in done], [one.latency.itl_s for one in done]),
     }
+
+
+def _in_place(done: Sequence[Decoded | DecodedBatch]) -> dict[str, Any]:
+    """won_ms: what bringing these experts would have taken by the measured costs, less what computing them there took."""
+    its = [one.counts.in_place for one in done]
+    in_ram, computed, spared, seconds, brought_s = (
+        sum(getattr(one, field.name) for one in its) for field in fields(InPlaceCount)
+    )
+    return {
+        "in_ram": in_ram, "computed": computed, "spared": spared, "ms": 1e3 * seconds, "won_ms": 1e3 * (brought_s - seconds)
+    }  # fmt: skip
 
 
 def by_session(done: Sequence[Decoded | DecodedBatch], sessions: int) -> list[dict[str, Any]] | None:

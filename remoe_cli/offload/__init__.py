@@ -2,6 +2,7 @@
 
 from remoe_cli.offload.decoded import Counts, Decoded, DecodedBatch, Floor
 from remoe_cli.offload.decoder import OffloadedDecoder
+from remoe_cli.offload.ledger import InPlaceCount
 from remoe_cli.offload.sampling import Sampling
 from remoe_cli.offload.sessions import check_turns, take_turns
 from remoe_cli.offload.settings import Settings
@@ -14,6 +15,7 @@ __all__ = [
     "DecodedBatch",
     "ExpertStore",
     "Floor",
+    "InPlaceCount",
     "IoCount",
     "Latency",
     "OffloadedDecoder",

@@ -10,6 +10,7 @@ Shape letters: B requests, N tokens of a pass (B x its length), H hidden, K expe
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from remoe_cli.cache.prefetch import SEEN, Seen
 from remoe_cli.cache.together import touch_order
 from remoe_cli.families import Gate, guess, Heads
 from remoe_cli.families.experts import ExpertLayer, recorded_order
-from remoe_cli.offload.compute import Parts, run_expert, SingleToken
+from remoe_cli.offload.compute import Parts
 from remoe_cli.offload.foresight import Foresight
+from remoe_cli.offload.in_place import InPlace
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.ledger import Ledger
 from remoe_cli.offload.readers import Load
 from remoe_cli.offload.rerouting import Bend
-from remoe_cli.offload.rows import light_ones, Plan
+from remoe_cli.offload.rows import Arithmetic, light_ones, Plan
 from remoe_cli.offload.slots import SlotPool
 from remoe_cli.offload.tiers import Strays, Tiers
 from remoe_cli.offload.timing import Timeline
@@ -36,7 +38,8 @@ from remoe_cli.offload.timing import Timeline
 class ExpertBlock:
     """index: the layer's number among the MoE layers. `next`: the following MoE layer's block; of the last, the first's.
     `ledger`, `experts`, `weights`, `scores`: what is noted of the request that runs. `heads`: those of all layers, or None.
-    `bend`: of its choices towards residents, or None. `foresight`: what a prefetcher makes of its choices, or None."""
+    `bend`: of its choices towards residents, or None. `foresight`: what a prefetcher makes of its choices, or None. `in_place`: what
+    decides which misses are computed in the RAM tier, or None."""
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class ExpertBlock:
         strays: Strays,
         timeline: Timeline,
     ) -> None:
-        self._index, self._experts = index, layer.module
+        self._index = index
         self._layout, self._pool, self._tiers, self._to = layout, pool, tiers, timeline.to
         self._strays = strays
         self.next = self
@@ -57,7 +60,9 @@ class ExpertBlock:
         self.heads: Heads | None = None
         self.bend: Bend | None = None
         self.foresight: Foresight | None = None
-        self._single = SingleToken(layer.module) if SingleToken.serves(layer.module) else None
+        self.in_place: InPlace | None = None
+        self._lying: dict[int, torch.Tensor] = {}  # rows of the RAM tier that are computed from at this step
+        self._arithmetic = Arithmetic(layer.module)
         self.heavy: float | None = None
         self.light_from = 0  # where the layout has this layer's experts in fewer bits
         self._light: set[int] = set()  # that are, or will be, in their slots so
@@ -102,7 +107,7 @@ class ExpertBlock:
         self.scores: dict[str, list[np.ndarray]] = {kind: [] for kind in scores}
         if self.bend is not None:
             self.bend.start()
-        for pending in (self._coming, self._waiting, self._guesses, self._ahead, self._leaving):
+        for pending in (self._coming, self._waiting, self._guesses, self._ahead, self._leaving, self._lying):
             pending.clear()
 
     def cache_counts(self) -> tuple[int, int, int, int]:
@@ -209,7 +214,24 @@ class ExpertBlock:
             light = {*misses} & light_ones(experts_NK[0], weights_NK[0], self.heavy)
             self._light |= light
             self.ledger.light += len(light)
+        if self.in_place is not None and not self.ledger.in_prefill:
+            misses = self._begin_lying(self.in_place, misses)
         self._begin(misses)
+
+    def _begin_lying(self, in_place: InPlace, misses: list[int]) -> list[int]:
+        """Of those that are computed where they lie, the loads of who stays, behind all others; the misses that are waited for."""
+        rows = [(expert, int((self._choice_NK == expert).sum())) for expert in misses]
+        self._lying, in_ram = in_place.take(self._index, rows)
+        self.ledger.in_place.in_ram += in_ram
+        free = self._pool.n_free - len(misses) + len(self._lying)  # of slots, when the others have theirs
+        for expert in [expert for expert in self._lying if expert not in self._leaving]:
+            if (free := free - 1) >= 0:
+                self._come([expert], (), self.ledger.step)
+            else:
+                del self._lying[expert]
+                in_place.let_go(self._index, expert)
+        self.ledger.in_place.spared += len(self._leaving & {*self._lying})
+        return [expert for expert in misses if expert not in self._lying]
 
     def _foresee(self, weight_NK: np.ndarray, choice_NK: np.ndarray) -> None:
         """Reads ahead, the likeliest first, as far as slots are set aside and free."""
@@ -315,11 +337,16 @@ class ExpertBlock:
         index_NK, weight_NK = (*args, *kwargs.values())
         plan = Plan(self._choice_NK, x_NH.device)
         out_RH = x_NH.new_empty(plan.n_rows, x_NH.shape[-1])
-        here = [expert for expert in self._touched if expert in self._slots and expert not in self._coming]
+        on_cpu_NH = x_NH.cpu() if self._lying else x_NH  # before work is queued that a GPU would finish first
+        apart = {*self._coming, *self._lying}
+        here = [expert for expert in self._touched if expert in self._slots and expert not in apart]
         self._compute(here, plan, x_NH, out_RH)
+        if self._lying:
+            self._compute_lying(on_cpu_NH, out_RH)
         while self._coming or self._waiting:
             if not self._coming:
-                self._await_stray()
+                if not self._pool.n_free:  # another layer may have waited for the slots that are lacking here
+                    self._await_stray()
                 self._feed()
                 continue
             landed = [expert for expert, load in self._coming.items() if load.finished] or [next(iter(self._coming))]
@@ -334,24 +361,32 @@ class ExpertBlock:
         return done
 
     def _compute(self, experts: list[int], plan: Plan, x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        if not experts:
+            return
         for expert in experts:
             if expert not in self._parts:
                 row = self._pool.rows[self._slots[expert]]
                 self._parts[expert] = self._layout.tensors(row, self._where(expert), expert)
-        if not experts:
-            return
-        if self._single is not None and len(x_NH) == 1:
-            rows = [out_RH[plan.of(expert)[1]][0] for expert in experts]
-            self._single.run([self._parts[expert] for expert in experts], x_NH[0], rows)
-        else:
-            for expert in experts:
-                tokens, rows = plan.of(expert)
-                x_MH = x_NH if tokens is None else x_NH[tokens]
-                out_RH[rows] = run_expert(self._experts, self._parts[expert], x_MH)
+        self._arithmetic.put_out({expert: self._parts[expert] for expert in experts}, plan, x_NH, out_RH)
         left = [expert for expert in experts if expert in self._leaving]
         if left:
             self._release(left)
             self._feed()
+
+    def _compute_lying(self, x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        """From the RAM tier, on the CPU. x: there, out: on the device."""
+        assert self.in_place is not None
+        begin, count, plan = perf_counter(), self.ledger.in_place, Plan(self._choice_NK, x_NH.device)
+        parts = {expert: self._layout.tensors(row, self._index, expert) for expert, row in self._lying.items()}
+        put_out_RH = x_NH.new_empty(plan.n_rows, x_NH.shape[-1])
+        self._arithmetic.put_out(parts, plan, x_NH, put_out_RH)
+        for expert in parts:
+            rows = plan.of(expert)[1]
+            out_RH[rows if isinstance(rows, slice) else rows.to(out_RH.device)] = put_out_RH[rows].to(out_RH.device)
+            self.in_place.let_go(self._index, expert)
+            count.brought_s += self.in_place.costs.brought(int((self._choice_NK == expert).sum()))
+        count.computed, count.seconds = count.computed + len(parts), count.seconds + perf_counter() - begin
+        self._lying.clear()
 
     def _release(self, experts: Iterable[int]) -> None:
         for expert in experts:

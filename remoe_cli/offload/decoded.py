@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import numpy as np
 import torch
 
+from remoe_cli.offload.ledger import InPlaceCount, Ledger
 from remoe_cli.offload.store import IoCount
 from remoe_cli.offload.timing import Latency, Split
 from remoe_cli.routing import RoutingTrace
 
 if TYPE_CHECKING:
     from remoe_cli.offload.block import ExpertBlock
-    from remoe_cli.offload.ledger import Ledger
 
 Loads = list[list[tuple[int, int]]]  # each decode step's (layer, expert), in the order in which they were begun
 
@@ -24,7 +24,7 @@ class Counts(NamedTuple):
     """Of the decode steps, summed over layers: accesses = hits + misses, the distinct experts that each step asked for;
     evictions; proactive: loads that the policy made ahead of need, hits where they were asked for, in time or not; guesses:
     experts read before their router had chosen; guessed: misses that a guess had brought or begun. So D = misses - guessed,
-    P = proactive + guesses, and decode.reads = D + P. rerouted: experts that ran in place of the router's own. light: misses that
+    P = proactive + guesses, and decode.reads = D + P - in_place.spared. rerouted: experts that ran in place of the router's own. light: misses that
     were read in fewer bits (settings.heavy). prefill: what the prompt streamed. With warm="batch" the prompt's own hits
     and misses are not in here. io: "direct" | "buffered"."""
 
@@ -40,6 +40,7 @@ class Counts(NamedTuple):
     prefill: IoCount
     io: str
     light: int = 0
+    in_place: InPlaceCount = InPlaceCount()
 
 
 class Decoded(NamedTuple):
@@ -88,14 +89,14 @@ class Floor(NamedTuple):
 
 
 def counts_of(
-    blocks: "Sequence[ExpertBlock]", before: Sequence[tuple[int, int, int, int]], ledger: "Ledger", io: str
+    blocks: "Sequence[ExpertBlock]", before: Sequence[tuple[int, int, int, int]], ledger: Ledger, io: str
 ) -> Counts:
     """before: `cache_counts` of each layer when decoding began."""
     now = [block.cache_counts() for block in blocks]
     hits, misses, evictions, proactive = (sum(b[i] - a[i] for a, b in zip(before, now, strict=True)) for i in range(4))
     return Counts(
         hits + misses, hits, misses, evictions, proactive, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode,
-        ledger.prefill, io, ledger.light,
+        ledger.prefill, io, ledger.light, ledger.in_place,
     )  # fmt: skip
 
 

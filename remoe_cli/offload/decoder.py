@@ -12,13 +12,7 @@ from remoe_cli.cache.reroute import Rule
 from remoe_cli.errors import UsageError
 from remoe_cli.families import family_of, find_gates, Heads, top_k_of
 from remoe_cli.families.experts import ExpertLayer
-from remoe_cli.families.loader import (
-    compute_dtype,
-    experts_on_disk,
-    gate_disk_names,
-    kept_cache,
-    load_without_experts,
-)
+from remoe_cli.families.loader import compute_dtype, experts_on_disk, gate_disk_names, kept_cache, load_without_experts
 from remoe_cli.hub.checkpoint import Checkpoint
 from remoe_cli.offload import budget
 from remoe_cli.offload.block import ExpertBlock
@@ -27,6 +21,7 @@ from remoe_cli.offload.compute import quicken, require_known, running
 from remoe_cli.offload.decoded import counts_of, Decoded, DecodedBatch, Floor, trace_of
 from remoe_cli.offload.floor import replay_loads
 from remoe_cli.offload.foresight import Foresight
+from remoe_cli.offload.in_place import Costs, InPlace
 from remoe_cli.offload.latent import absorb
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.ledger import doubt_direct, Ledger, noted, since
@@ -179,11 +174,12 @@ class OffloadedDecoder:
         settings: Settings | None = None,
         reroute: Rule | None = None,
         predictor: "Predictor | None" = None,
+        costs: Costs | None = None,
     ) -> None:
-        """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle and warm may
+        """Another cache for the requests to come; the loaded model stays. settings: of these, guess, throttle, warm and in_place may
         differ from those that the decoder was made with. reroute: bends each new token's choice of experts towards those that
         are resident, which changes what the model says; prompts stay as they are. predictor: of a prefetcher that was trained; what a
-        prefetcher learns begins anew. Raises CacheError as the constructor does,
+        prefetcher learns begins anew. costs: in the place of what is measured here for settings.in_place. Raises CacheError as the constructor does,
         and UsageError for a rule that the model can't follow."""
         settings = settings or self.settings
         fixed = (self.settings.readers, self.settings.io)
@@ -201,11 +197,12 @@ class OffloadedDecoder:
         self.staging = self._staging(capacity, admission, batch)
         self._tiers.throttle = settings.throttle
         self._foresight = Foresight.of(self, self._blocks, predictor)
+        self._allocate()
+        in_place = InPlace.of(self, self._tiers, self._pool, costs) if settings.in_place else None
         for block in self._blocks:
-            block.guess, block.foresight = settings.guess, self._foresight
+            block.guess, block.foresight, block.in_place = settings.guess, self._foresight, in_place
             block.heavy, block.light_from = settings.heavy, self.n_layers
             block.bend = None if reroute is None else Bend(reroute, renormalised=self.gates[0].renormalised)
-        self._allocate()
 
     def _allocate(self) -> None:
         """The slots, all of them free. Raises CacheError where more are needed than memory has left."""

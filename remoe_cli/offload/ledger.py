@@ -10,6 +10,19 @@ from remoe_cli.offload.store import IoCount, storage_bytes
 
 
 @dataclass
+class InPlaceCount:
+    """in_ram: misses of the decode steps that the RAM tier held; computed: those of them that were computed there; spared: those
+    of these that never came into a slot, the others came later; seconds: what the arithmetic took, and brought_s: what bringing
+    and computing them would have, by the costs that were measured."""
+
+    in_ram: int = 0
+    computed: int = 0
+    spared: int = 0
+    seconds: float = 0.0
+    brought_s: float = 0.0
+
+
+@dataclass
 class Ledger:
     """What one request (or batch of them) did. loads: for each decode step, (layer, expert) of all that was read for it, in
     order; step: which of them runs, -1 in the prompt; guesses: reads ahead of the router; guessed: misses that such a read
@@ -24,6 +37,7 @@ class Ledger:
     guessed: int = 0
     rerouted: int = 0
     light: int = 0
+    in_place: InPlaceCount = field(default_factory=InPlaceCount)
 
     @property
     def in_prefill(self) -> bool:

@@ -8,12 +8,31 @@ from typing import Any
 import numpy as np
 import torch
 
+from remoe_cli.offload.compute import Parts, run_expert, SingleToken
+
 
 def light_ones(experts_K: np.ndarray, weights_K: np.ndarray, heavy: float) -> set[int]:
     """Of a token's experts, heaviest first, those that come after the share `heavy` of its routing weight."""
     weights = weights_K.astype(np.float64)
     before_K = np.cumsum(weights) - weights
     return {*experts_K[before_K >= heavy * weights.sum()].astype(int).tolist()}
+
+
+class Arithmetic:
+    """Of one layer's experts, wherever they lie."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._single = SingleToken(module) if SingleToken.serves(module) else None
+
+    def put_out(self, parts: dict[int, Parts], plan: "Plan", x_NH: torch.Tensor, out_RH: torch.Tensor) -> None:
+        """Each expert's output into its rows. All tensors are on one device."""
+        if self._single is not None and len(x_NH) == 1:
+            self._single.run([*parts.values()], x_NH[0], [out_RH[plan.of(expert)[1]][0] for expert in parts])
+            return
+        for expert, its in parts.items():
+            tokens, rows = plan.of(expert)
+            out_RH[rows] = run_expert(self._module, its, x_NH if tokens is None else x_NH[tokens])
 
 
 class Plan:

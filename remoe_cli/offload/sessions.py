@@ -149,6 +149,7 @@ def _counts(session: _Session, io: str) -> Counts:
     ledger = session.ledger
     return Counts(
         hits + misses, hits, misses, evictions, 0, ledger.guesses, ledger.guessed, ledger.rerouted, ledger.decode, ledger.prefill, io, ledger.light,
+        ledger.in_place,
     )  # fmt: skip
 
 

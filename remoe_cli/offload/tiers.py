@@ -42,7 +42,7 @@ class Tiers:
         readers: int,
         ram: int,
     ) -> None:
-        self._store, self._layout, self._pool = store, layout, pool
+        self._store, self.layout, self._pool = store, layout, pool
         self._numbers, self._expert_bytes = numbers, expert_bytes
         self._cuda = pool.device.type == "cuda"
         self._lock = threading.Lock()
@@ -103,6 +103,20 @@ class Tiers:
         if self._cuda:
             torch.cuda.synchronize(self._pool.device)
 
+    @property
+    def ram_memory(self) -> torch.Tensor:
+        """[rows, slot_bytes] of the RAM tier, as slots hold experts."""
+        return self._pool.rows[:0] if self._ram is None else self._ram.arena.rows
+
+    def lying(self, layer: int, expert: int) -> torch.Tensor | None:
+        """The expert's row of the RAM tier, which stays until `let_go`; None where it is not there in full."""
+        row = None if self._ram is None else self._ram.find((layer, expert))
+        return None if row is None else self.ram_memory[row]
+
+    def let_go(self, layer: int, expert: int) -> None:
+        assert self._ram is not None
+        self._ram.let_go((layer, expert), None)
+
     def forget(self) -> None:
         """Empties the RAM tier."""
         if self._ram is not None:
@@ -149,11 +163,11 @@ class Tiers:
 
     def _fill(self, load: Load, row: torch.Tensor, buffer: memoryview, thread: int) -> tuple[int, int]:
         """One expert from the files into host memory, as slots hold it."""
-        image = self._layout.images[load.layer][load.expert]
-        if not self._layout.convert:
+        image = self.layout.images[load.layer][load.expert]
+        if not self.layout.convert:
             return self._store.read(image, buffer)
         done = self._store.read(image, self._raw_buffers[thread])
-        self._layout.copy(self._raw.rows[thread], row, load.layer, load.expert)
+        self.layout.copy(self._raw.rows[thread], row, load.layer, load.expert)
         return done
 
     def _through_ring(self, load: Load, thread: int) -> tuple[int, int]:
@@ -273,6 +287,15 @@ class _RamTier:
         for copied in copies:
             copied.synchronize()
         return row, False
+
+    def find(self, key: Key) -> int | None:
+        """As `hold`, of an expert that is here already."""
+        with self._lock:
+            if key not in self._filled:
+                return None
+            self._row.move_to_end(key)
+            self._users[key] += 1
+            return self._row[key]
 
     def let_go(self, key: Key, copied: "torch.cuda.Event | None") -> None:
         with self._lock:

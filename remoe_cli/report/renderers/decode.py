@@ -19,6 +19,8 @@ def summary(done: dict[str, Any], width: int = WIDTH) -> str:
         return sweep(done, width)
     row, conditions = done["rows"][0], done["conditions"]
     lines = [*_texts(row["texts"]), "", _cache(row, done["requested"]["cache"]), _loads(row, conditions)]
+    if row.get("in_place") is not None:
+        lines.append(_in_place(row["in_place"], row["misses"]))
     if others := _others(done):
         lines.append(f"with {', '.join(others)}")
     if row["perplexity"] is not None:
@@ -75,6 +77,7 @@ def _others(done: dict[str, Any]) -> list[str]:
     drawn = sampling and ", ".join(f"{name} {value}" for name, value in sampling.items())
     return [
         *([f"--ram {show_size(row['ram'])}"] if row["ram"] else []),
+        *(["--in-place"] if row.get("in_place") is not None else []),
         *([f"--guess {row['guess']}"] if row["guess"] else []),
         *([f"--warm {row['warm']}"] if row["warm"] != "cold" else []),
         *([f"--readers {row['readers']}"] if row["readers"] != 2 else []),
@@ -118,6 +121,16 @@ def _loads(row: Row, conditions: dict[str, Any]) -> str:
     if row["throttle"]:
         parts.append(f"throttled to {rate(row['throttle'])}")
     return f"{', '.join(parts)} (io {_io(conditions)})"
+
+
+def _in_place(its: dict[str, Any], misses: int) -> str:
+    if not its["computed"]:
+        return f"in place: none of {misses:,} misses; {its['in_ram']:,} lay in RAM, and bringing these is quicker"
+    won, verb = its["won_ms"], "won" if its["won_ms"] >= 0 else "lost"
+    return (
+        f"in place: {its['computed']:,} of {misses:,} misses ({its['in_ram']:,} lay in RAM), {its['spared']:,} of them never brought; "
+        f"{its['ms']:.1f} ms in all, {abs(won):.1f} ms {verb} by measured costs"
+    )
 
 
 def _io(conditions: dict[str, Any]) -> str:
