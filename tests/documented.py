@@ -22,8 +22,8 @@ DEMO = ROOT / "remoe_cli" / "demo" / "checkpoint"
 OUTPUTS = ("--out", "-o", "--to")
 # What makes a command short, after what it says itself. Two steps of 4 rows with 32 tokens, few and short requests.
 SHORT = {
-    "finetune": ["--steps", "2", *QUICK],
-    "sweep": ["--steps", "2", *QUICK, "--set", "data.format=prefix"],  # the demo has no chat template
+    "finetune": ["--steps", "2", *QUICK, "--set", "data.format=prefix"],  # the demo has no chat template
+    "sweep": ["--steps", "2", *QUICK, "--set", "data.format=prefix"],
     "eval": QUICK[QUICK.index("evaluate.rows=4") - 1 : QUICK.index("evaluate.measured=2") + 1],
     "trace": ["--requests", "2", "--prompt-tokens", "4", "--new-tokens", "6"],
     "reroute": ["--rows", "2"],
@@ -32,7 +32,11 @@ SHORT = {
     "chat": ["--tokens", "4", "--cache", "8", "--template", "raw"],  # the demo has no chat template
     "pack": ["--force"],  # an expert of the demo lies in one place already
 }
-MEANT = {"RECIPE": "no-trust", "/data/models": "."}  # words that stand for any of their kind
+# words that stand for any of their kind; experts of the demo are 48 wide, which no group of int4 divides
+MEANT = {"RECIPE": "no-trust", "/data/models": ".", "int4": "int8"}
+SUMS = [
+    {"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 41)
+]  # GSM8K's shape
 TYPED = "Hello\n/stats\n/quit\n"  # on stdin
 WORKER = """
 import contextlib, io, json, os, signal, sys, threading, time
@@ -171,8 +175,7 @@ def stock(worker: Worker, shop: Path) -> None:
         shutil.copytree(shop / "runs/x", shop / name)
     shutil.copytree(shop / "st", shop / "RUN")
     (shop / "data/gsm8k").mkdir(parents=True)
-    sums = [{"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 9)]
-    (shop / "data/gsm8k/test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in sums))
+    (shop / "data/gsm8k/test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in SUMS))
 
 
 def _done(ran: Ran) -> None:

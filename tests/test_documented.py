@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from demo_gguf import write_gates
-from documented import commands, DEMO, mentions, pages, provide, ROOT, SHORT, shortened, stock, Worker
+from documented import commands, DEMO, mentions, pages, provide, ROOT, SHORT, shortened, stock, SUMS, Worker
 from hub_client import TOKEN
 from loopback_hub import Account, LoopbackHub
 from typer.main import get_command
@@ -17,6 +17,7 @@ from remoe_cli.hub.checkpoint import Checkpoint
 
 # Shown, but not run here: page and beginning of the command -> why
 NOT_RUN: dict[tuple[str, str], str] = {
+    ("docs/tasks.md", "remoe eval --tasks gsm8k,mmlu"): "data sets of the Hub; tests/test_tasks_hub.py has one",
     (
         "docs/extending.md",
         "remoe replay t.trace --cache 8 --policy capped_lfu",
@@ -27,6 +28,14 @@ NOT_RUN: dict[tuple[str, str], str] = {
 PAGES = [page for page in pages() if commands(page)]
 HUB_MODEL, HUB_DATA = "deepseek-ai/DeepSeek-V2-Lite", "teknium/OpenHermes-2.5"
 
+GSM8K_CARD = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: train.jsonl}
+  - {split: test, path: test.jsonl}
+---
+"""
 ROUTES = """# route_trace v1
 # model=/data/x/Tiny.gguf arch=tiny n_layer=2 n_expert=5 n_expert_used=2
 # layer=1 expert_bytes=300 dense_bytes=1
@@ -47,7 +56,10 @@ def hub():
     with LoopbackHub() as server:
         server.accounts[TOKEN] = Account("you")
         server.add("model", HUB_MODEL, {path.name: path.read_bytes() for path in DEMO.iterdir()})
+        server.add("model", "Qwen/Qwen3-30B-A3B", server.files("model", HUB_MODEL))
         server.add("dataset", HUB_DATA, {"openhermes2_5.json": rows.encode()})
+        sums = "".join(json.dumps(one) + "\n" for one in SUMS).encode()
+        server.add("dataset", "openai/gsm8k", {"README.md": GSM8K_CARD, "train.jsonl": sums, "test.jsonl": sums})
         yield server
 
 
@@ -102,7 +114,7 @@ def output_shown(page, command) -> str:
 def labels(text: str) -> set[str]:
     """What each row of a table is called."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
-    return {row[0] for row in rows if len(row) > 1}
+    return {row[0] for row in rows if len(row) > 1 and re.search("[a-z]", row[0])}
 
 
 def unfinished(worker, folder, name) -> None:
