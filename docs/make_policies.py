@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from remoe_cli.cache import choose, POLICIES
+from remoe_cli.cache import choose
+from remoe_cli.cache.policies import ALONE
 from remoe_cli.replay import Asked, replay
 
 DOC = Path(__file__).parent / "policies.md"
@@ -190,7 +191,7 @@ def render(table: Table, reports: dict[str, dict[str, Any]]) -> str:
     for name, report in reports.items():
         for one in report["unavailable"]:
             reasons.setdefault(one["reason"], []).append(f"{one['policy']} ({name})")
-    for policy in POLICIES:
+    for policy in ALONE:
         for admission in ("forced", "bypass"):
             row = [cell_text(found[name].get((policy, admission, size))) for name in reports for size in sizes]
             lines.append(f"| {policy} | {admission} | {' | '.join(row)} |")
@@ -227,7 +228,7 @@ def digest(title: str, report: dict[str, Any]) -> str:
         for admission in ("forced", "bypass"):
             causal = {
                 policy: found[policy, admission, size]["gap_closed"]
-                for policy in POLICIES
+                for policy in ALONE
                 if "future" not in choose(policy).policy.needs and (policy, admission, size) in found
             }
             name = max(causal, key=lambda policy: causal[policy])

@@ -14,6 +14,7 @@ from remoe_cli import __version__, atomic
 from remoe_cli import recipe as recipes
 from remoe_cli import run as runs
 from remoe_cli.cache import choose, POLICIES
+from remoe_cli.cache.policies import ALONE
 from remoe_cli.cache.policy import SCORES
 from remoe_cli.console import note, progress
 from remoe_cli.delta import Delta
@@ -78,7 +79,13 @@ def evaluate(
         },
     )  # fmt: skip
     asked = policies
-    policies = list(dict.fromkeys(name for word in policies for name in (_without_fit() if word == "all" else [word])))
+    policies = list(
+        dict.fromkeys(
+            name
+            for word in policies
+            for name in ([one for one in _without_fit() if one in ALONE] if word == "all" else [word])
+        )
+    )
     _check_options(policies, seeds, threads, again)
     measuring.check_measured(measure)
     settings = measuring.settings(again)

@@ -38,6 +38,9 @@ def random_trace(rng, n_tokens=40, n_layers=2, top_k=2, n_experts=8, borders=Non
         prefill=prefill,
         temporal=probabilities(following),
         spatio=probabilities(beside),
+        guess=probabilities(beside),
+        guess_shared=probabilities(beside + 0.3 * noisy),
+        hidden=np.round(drift[..., : n_experts // 2 + 1], 1).astype(np.float16),
     )
 
 

@@ -7,7 +7,7 @@ from positions up to p - ahead of its own request, and from all of those before 
 from __future__ import annotations
 
 from collections import Counter
-from math import fsum, sqrt
+from math import exp, fsum, sqrt
 from typing import Any
 
 KEPT = 100
@@ -137,7 +137,77 @@ def option(past: Past, request: int, position: int, most: float, cost: float) ->
     return held
 
 
-TWINS = {"st_moe": st_moe, "step": step, "moe_infinity": moe_infinity, "option": option}
+def gate_next(past: Past, request: int, position: int, most: float, kind: str = "guess") -> list[int]:
+    if not position % past.layers:
+        return []
+    return top(dict(enumerate(past.scores(kind, request, position - 1))), int(most))
+
+
+def gate_next_shared(past: Past, request: int, position: int, most: float) -> list[int]:
+    return gate_next(past, request, position, most, "guess_shared")
+
+
+def finemoe(past: Past, request: int, position: int, most: float, ahead: float) -> list[int]:
+    now = position - int(ahead)
+    if now < 0:
+        return []
+
+    def unit(values: list[float]) -> list[float]:
+        length = sqrt(fsum(v * v for v in values))
+        return [v / length for v in values] if length else values
+
+    def dot(a: list[float], b: list[float]) -> float:
+        return fsum(x * y for x, y in zip(a, b))
+
+    def token(r: int, first: int) -> tuple[list[float], list[list[float]]]:
+        maps = [past.scores("probabilities", r, first + layer) for layer in range(past.layers)]
+        return unit(past.scores("hidden", r, first)), maps
+
+    stored = [token(r, p - past.layers + 1) for r, p in past.until(request, now) if p % past.layers == past.layers - 1]
+    ring = [(number, one) for number, one in enumerate(stored)][-KEPT:]
+    ring.sort(key=lambda one: one[0] % KEPT)  # places in the store
+    stored = [one for _, one in ring]
+    if not stored:
+        return []
+    own, first = past.scores("hidden", request, now - now % past.layers), now - now % past.layers
+    known = now % past.layers + 1
+    path = unit([v for layer in range(known) for v in past.scores("probabilities", request, first + layer)])
+    alike = [dot(unit(own), meaning) for meaning, _ in stored]
+    candidates = sorted(range(len(stored)), key=lambda n: (-round(alike[n], 9), n))[:64]
+    total = {n: alike[n] + dot(path, unit([v for row in stored[n][1][:known] for v in row])) for n in candidates}
+    nearest = sorted(candidates, key=lambda n: (-round(total[n], 9), candidates.index(n)))[:8]
+    weights = [exp(total[n]) for n in nearest]
+    weights = [w / fsum(weights) for w in weights]
+    mixed = [
+        fsum(w * stored[n][1][position % past.layers][e] for w, n in zip(weights, nearest))
+        for e in range(past.n_experts)
+    ]
+    confidence = min(1.0, max(0.0, fsum(w * total[n] for w, n in zip(weights, nearest)) / 2))
+    order = sorted(range(past.n_experts), key=lambda e: (-round(mixed[e], 9), e))
+    enough = next(
+        (n for n in range(1, len(order) + 1) if round(fsum(mixed[e] for e in order[:n]), 9) >= 0.35 - 0.3 * confidence),
+        len(order),
+    )
+    return order[: min(int(most), max(enough, past.top_k))]
+
+
+def promoe(past: Past, request: int, position: int, most: float, ahead: float) -> list[int]:
+    """PREDICTOR: the weights, by name."""
+    now = position - int(ahead)
+    if now < 0:
+        return []
+    layer, state = position % past.layers, past.scores("hidden", request, now)
+    into, bias, out, last = (PREDICTOR[name][layer].tolist() for name in ("into", "into_bias", "out", "out_bias"))
+    inner = [max(0.0, fsum(x * row[w] for x, row in zip(state, into)) + bias[w]) for w in range(len(bias))]
+    told = [fsum(x * row[e] for x, row in zip(inner, out)) + last[e] for e in range(len(last))]
+    return sorted(range(len(told)), key=lambda e: (-told[e], e))[: int(most)]
+
+
+PREDICTOR: dict[str, Any] = {}
+TWINS = {
+    "gate_next": gate_next, "gate_next_shared": gate_next_shared, "promoe": promoe, "finemoe": finemoe, "st_moe": st_moe,
+    "step": step, "moe_infinity": moe_infinity, "option": option,
+}  # fmt: skip
 
 
 def slow_lists(name: str, values: tuple[float, ...], trace: Any) -> dict[tuple[int, int], list[int]]:

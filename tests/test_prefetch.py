@@ -15,13 +15,18 @@ from slow_prefetchers import slow_lists, TWINS
 
 from remoe_cli.cache import choose, ExpertCache, replay
 from remoe_cli.cache.policies import lacks
-from remoe_cli.cache.prefetch import moe_infinity, PREFETCHERS, Shape
+from remoe_cli.cache.prefetch import finemoe, moe_infinity, PREFETCHERS, Shape
 from remoe_cli.cache.prefetch.listed import listed
+from remoe_cli.cache.prefetch.predictor import Predictor
 from remoe_cli.errors import CacheError
 from remoe_cli.routing import RoutingTrace
 
 # Ways to ask for each
 ROWS = {
+    "gate_next": ["gate_next:3"],
+    "gate_next_shared": ["gate_next_shared:2"],
+    "promoe": ["promoe:3", "promoe:2:2"],
+    "finemoe": ["finemoe:4:1", "finemoe:3:2"],
     "moe_infinity": ["moe_infinity:3", "moe_infinity:2:2"],
     "st_moe": ["st_moe:3", "st_moe:4:2", "st_moe:0"],
     "step": ["step:4", "step:3:2:0.7", "step:5:1:0"],
@@ -51,9 +56,28 @@ def traces(draw) -> RoutingTrace:
     )
 
 
+def predictor_of(trace: RoutingTrace, ahead: int) -> Predictor:
+    """Drawn, not trained."""
+    L, E, H, W = trace.n_layers, trace.n_experts, trace.hidden.shape[-1], 3
+    rng = np.random.default_rng(7)
+    shapes = {"into": (L, H, W), "into_bias": (L, W), "out": (L, W, E), "out_bias": (L, E)}
+    facts = {
+        "format": 1,
+        "model": None,
+        "revision": None,
+        "ahead": ahead,
+        "n_layers": L,
+        "n_experts": E,
+        "hidden": H,
+        "width": W,
+    }
+    return Predictor(facts, {name: rng.normal(size=shape) for name, shape in shapes.items()})
+
+
 def lists_of(trace: RoutingTrace, word: str) -> dict[tuple[int, int], list[int]]:
     wanted = choose(f"lru+{word}").prefetch
-    found, _ = listed(trace, wanted, "cold", "request", 1)
+    predictor = predictor_of(trace, wanted.value("AHEAD")) if wanted.kind.trained else None
+    found, _ = listed(trace, wanted, "cold", "request", 1, predictor)
     rows = np.flatnonzero(~trace.prefill).tolist()
     return {
         (row, layer): [one for one in found[at, layer].tolist() if one >= 0]
@@ -68,8 +92,11 @@ def lists_of(trace: RoutingTrace, word: str) -> dict[tuple[int, int], list[int]]
 def test_lists_are_the_slow_twins(word, trace, kept):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_infinity, "KEPT", kept)
+        patch.setattr(finemoe, "KEPT", kept)
         patch.setattr(slow_prefetchers, "KEPT", kept)
         wanted = choose(f"lru+{word}").prefetch
+        if wanted.kind.trained:
+            patch.setattr(slow_prefetchers, "PREDICTOR", predictor_of(trace, wanted.value("AHEAD"))._weights)
         assert lists_of(trace, word) == slow_lists(wanted.name, wanted.values, trace)
 
 
@@ -108,7 +135,7 @@ def with_another_future(trace: RoutingTrace, row: int, layer: int) -> RoutingTra
         trace.prefill,
     )
     kept = {}
-    for name in ("experts", "weights", "probabilities"):
+    for name in ("experts", "weights", "probabilities", "guess", "guess_shared", "hidden"):
         own, drawn = getattr(trace, name).copy(), getattr(other, name)
         own[row + 1 :] = drawn[row + 1 :]
         own[row, layer + 1 :] = drawn[row, layer + 1 :]
@@ -127,7 +154,13 @@ def test_none_sees_what_is_to_come(word):
         known = [place for place in lists if place[0] * 3 + place[1] <= row * 3 + layer + ahead]
         assert [lists[place] for place in known] == [changed[place] for place in known]
         for policy in ("lru", "lfu"):
-            one, two = (replay(each, f"{policy}+{word}", 3, threads=1).token_misses for each in (trace, other))
+            one, two = (
+                replay(
+                    each, f"{policy}+{word}", 3, threads=1,
+                    predictor=predictor_of(each, ahead) if wanted.kind.trained else None,
+                ).token_misses
+                for each in (trace, other)
+            )  # fmt: skip
             before = int((~trace.prefill[:row]).sum())
             assert one[:before].tolist() == two[:before].tolist()
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from slow_reference import slow_replay, slow_steps
 
-from remoe_cli.cache import POLICIES, replay
+from remoe_cli.cache import choose, replay
 from remoe_cli.cache.budgets import fit_budgets
+from remoe_cli.cache.policies import ALONE
 from remoe_cli.report import locality, metrics
 from remoe_cli.routing import RoutingTrace, write
 
@@ -119,9 +120,9 @@ def test_all_shows_every_policy_or_says_what_it_lacks(remoe, file):
         {cell["policy"] for cell in got["cells"]},
         {one["policy"]: one["reason"] for one in got["unavailable"]},
     )
-    assert shown | {*missing} == {*POLICIES} and not shown & {*missing}
+    assert shown | {*missing} == {*ALONE} and not shown & {*missing}
     for name, reason in missing.items():
-        needs = POLICIES[name].needs
+        needs = choose(name).policy.needs
         headed = {"temporal", "spatio"} & {*needs}
         option = (
             "of a delta that has"
@@ -148,7 +149,7 @@ def test_a_complete_trace_lacks_nothing(remoe, trace, tmp_path):
     write(whole, tmp_path / "whole.trace")
     write(trace, tmp_path / "other.trace")
     got = result(remoe("replay", "whole.trace", "--cache", "4", "--fit", "other.trace", "--json"))
-    assert {cell["policy"] for cell in got["cells"]} == {*POLICIES}
+    assert {cell["policy"] for cell in got["cells"]} == {*ALONE}
     assert {(one["policy"], one["admission"]) for one in got["unavailable"]} == {("spatio", "forced")}
     static = cells_of(got)["static", "forced", 4]
     assert static["misses"] == replay(whole, "static", 4, fit=trace, engine="python").misses

@@ -34,7 +34,18 @@ VERSION, FLAGS, TOKENS, LAYERS, EXPERTS, TOP_K, CHECKSUM, REQUESTS, PROVENANCE, 
     48,
     56,
 )
-ARRAYS = ("experts", "borders", "prefill", "weights", "probabilities", "temporal", "spatio")
+ARRAYS = (
+    "experts",
+    "borders",
+    "prefill",
+    "weights",
+    "probabilities",
+    "temporal",
+    "spatio",
+    "guess",
+    "guess_shared",
+    "hidden",
+)
 
 
 def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int, scores: str = "") -> RoutingTrace:
@@ -45,7 +56,7 @@ def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int
     prefill = np.zeros(tokens, dtype=bool)
     for start, stop in zip(borders, borders[1:]):
         prefill[start : start + rng.integers(0, stop - start + 1)] = True
-    wide = {"p": "probabilities", "t": "temporal", "s": "spatio"}
+    wide = {"p": "probabilities", "t": "temporal", "s": "spatio", "g": "guess", "G": "guess_shared"}
     return RoutingTrace(
         experts=np.argsort(ranked, -1)[..., :top_k],
         borders=borders,
@@ -53,6 +64,7 @@ def random_trace(seed: int, tokens: int, layers: int, n_experts: int, top_k: int
         n_experts=n_experts,
         weights=rng.random((tokens, layers, top_k)) if "w" in scores else None,
         provenance={"model": "Modell-ä", "seed": seed, "layers": list(range(layers))},
+        hidden=rng.normal(size=(tokens, layers, 3 + seed % 3)) if "h" in scores else None,
         **{name: rng.random(ranked.shape) for letter, name in wide.items() if letter in scores},
     )
 
@@ -86,13 +98,17 @@ def slowly(path: Path) -> dict:
     take("borders", "q", requests + 1)
     take("prefill", "?", tokens)
     take("experts", "h", tokens, layers, top_k)
-    for bit, name in enumerate(("weights", "probabilities", "temporal", "spatio")):
+    for bit, name in enumerate(("weights", "probabilities", "temporal", "spatio", "guess", "guess_shared")):
         if flags >> bit & 1:
             take(name, "e", tokens, layers, n_experts if bit else top_k)
     start = (at + 63) // 64 * 64
-    assert start + facts == len(raw)
-    found["provenance"] = json.loads(raw[start:])
-    assert checksum == zlib.crc32(summed + raw[start:])
+    at = start + facts
+    found["provenance"] = json.loads(raw[start:at])
+    assert checksum == zlib.crc32(summed + raw[start:at])
+    if flags & 64:
+        wide = (len(raw) - (at + 63) // 64 * 64) // (2 * tokens * layers)
+        take("hidden", "e", tokens, layers, wide)
+    assert at == len(raw)
     return found
 
 
@@ -109,7 +125,7 @@ def test_the_header_is_documented_to_the_byte():
     assert [f"{name} {kind} {shape}" for name, kind, shape in sections] == [
         "borders i64 [R + 1]", "phase u8 [T]", "experts i16 [T, L, K]", "weights f16 [T, L, K]",
         "probabilities f16 [T, L, E]", "temporal f16 [T, L, E]",
-        "spatio f16 [T, L, E]",
+        "spatio f16 [T, L, E]", "guess f16 [T, L, E]", "guess shared f16 [T, L, E]", "hidden f16 [T, L, H]",
     ]  # fmt: skip
 
 
@@ -120,7 +136,7 @@ def test_the_header_is_documented_to_the_byte():
     layers=st.integers(1, 4),
     spare=st.integers(0, 5),
     top_k=st.integers(1, 4),
-    scores=st.sampled_from(["", "w", "p", "wp", "wt", "ws", "wpts"]),
+    scores=st.sampled_from(["", "w", "p", "wp", "wt", "ws", "wpts", "gGh", "h", "wpgh"]),
 )
 def test_what_is_written_is_read(tmp_path_factory, seed, tokens, layers, spare, top_k, scores):
     path = tmp_path_factory.mktemp("t") / "t.trace"
@@ -204,7 +220,7 @@ def test_every_truncation_is_refused(tmp_path):
         (0, "B", 0, "does not begin with REMOETRC"),
         (VERSION, "I", 2, "version 2; this remoe reads version 1"),
         (VERSION, "I", 0, "version 0"),
-        (FLAGS, "I", 16 + 3, "flags that version 1 does not know"),
+        (FLAGS, "I", 128 + 3, "flags that version 1 does not know"),
         (FLAGS, "I", 1, "the shapes in its header come to"),
         (CHECKSUM, "I", 1, "its checksum is not that of its content"),
         (TOKENS, "Q", 21, "the shapes in its header come to"),

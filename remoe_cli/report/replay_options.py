@@ -12,7 +12,7 @@ from typing import Any
 from remoe_cli.atomic import free_name
 from remoe_cli.cache import choose, POLICIES
 from remoe_cli.cache.expert_cache import ADMISSIONS
-from remoe_cli.cache.policies import nearest
+from remoe_cli.cache.policies import ALONE, nearest
 from remoe_cli.cache.replay import OPTIONS
 from remoe_cli.errors import CacheError, command, TraceError, UsageError
 from remoe_cli.routing import RoutingTrace
@@ -69,7 +69,7 @@ def policies_of(asked: Asked, path: Path) -> list[str]:
         except CacheError as error:
             mended = dict.fromkeys(filter(None, map(_mended, asked.policies)))
             raise CacheError(error.message, asked.command(path, policies=[*mended] or None)) from None
-    return list(dict.fromkeys(name for word in asked.policies for name in (POLICIES if word == "all" else [word])))
+    return list(dict.fromkeys(name for word in asked.policies for name in (ALONE if word == "all" else [word])))
 
 
 def _mended(word: str) -> str | None:

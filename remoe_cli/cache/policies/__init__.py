@@ -68,6 +68,11 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+ALONE = [
+    name for name, policy in POLICIES.items() if policy.admits or policy.refines
+]  # that hold something without a prefetcher
+
+
 class Chosen(NamedTuple):
     """A policy as it was asked for: NAME, NAME:PARAMETER or NAME:PARAMETER:SECOND, and +PREFETCHER. parameter, second: the given
     ones, else the policy's defaults, else 0."""

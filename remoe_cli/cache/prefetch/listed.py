@@ -14,7 +14,7 @@ from remoe_cli.cache.schedule import schedule
 from remoe_cli.routing import RoutingTrace
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def listed(
     trace: RoutingTrace, wanted: Wanted, warm: str, reset: str, sessions: int, predictor=None
 ) -> tuple[np.ndarray, int]:
