@@ -167,7 +167,7 @@ def test_how_the_timed_decoder_reads(remoe, run):
     in_force = others.pop("ram")
     assert 2 * 8 * report["base"]["expert_bytes"] < in_force < 10**6, "of 1 MB what all experts take"
     assert others == {
-        "readers": 1, "io": "direct", "guess": 1, "throttle": 2e7, "warm": "cold", "reroute": None, "pack": None,
+        "readers": 1, "io": "direct", "guess": 1, "throttle": 2e7, "warm": "cold", "heavy": None, "in_place": False, "reroute": None, "pack": None,
     }  # fmt: skip
     for arm in report["arms"]:
         below, *measured = arm["measured"]

@@ -153,7 +153,7 @@ def test_a_request_that_fails_leaves_a_decoder_that_works(folders, monkeypatch):
     with OffloadedDecoder(Checkpoint.open(folders("olmoe")), 3, settings=Settings(warm="carry", guess=1)) as decoder:
         first = decoder.decode(PROMPT, NEW)
         with monkeypatch.context() as patch:
-            patch.setattr("remoe_cli.offload.block.run_expert", lambda *_: 1 / 0)
+            patch.setattr("remoe_cli.offload.rows.run_expert", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 decoder.decode(PROMPT, NEW)
         again = decoder.decode(PROMPT, NEW)

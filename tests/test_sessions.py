@@ -74,7 +74,7 @@ def test_a_session_that_fails_leaves_a_decoder_that_works(folders, monkeypatch):
     with OffloadedDecoder(Checkpoint.open(folders("olmoe")), 3, settings=CARRY) as decoder:
         first = [one.ids for one in take_turns(decoder, PROMPTS[:2], 4)]
         with monkeypatch.context() as patch:
-            patch.setattr("remoe_cli.offload.block.run_expert", lambda *_: 1 / 0)
+            patch.setattr("remoe_cli.offload.rows.run_expert", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 take_turns(decoder, PROMPTS[:2], 4)
         assert [one.ids for one in take_turns(decoder, PROMPTS[:2], 4)] == first
