@@ -80,7 +80,8 @@ def _row(parameter) -> str:
     shown = ", ".join(names) if _is_option(parameter) else f"`{parameter.name.upper()}`"
     plain = parameter.default not in (None, False, ()) and not callable(parameter.default)
     default = "required" if parameter.required else parameter.default if plain else ""
-    return f"| {shown} | {getattr(parameter, 'help', '') or ''} | {default} |"
+    meaning = (getattr(parameter, "help", "") or "").replace("<", "&lt;")  # else a browser takes it for a tag
+    return f"| {shown} | {meaning} | {default} |"
 
 
 def main() -> None:

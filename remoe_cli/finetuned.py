@@ -45,8 +45,10 @@ def summary(done: Finetuned) -> str:
     folder = shlex.quote(str(done.run.folder))
     if done.interrupted:
         lines.append(f"Go on: remoe finetune --resume --out {folder}")
+        return "\n".join(lines)
     facts = done.run.facts
-    lines.append(f"Next: remoe eval {folder} --cache {min(max(6, facts['top_k']), facts['n_experts'])}")
+    slots = max(facts["top_k"], min(6, facts["n_experts"] // 2))  # fewer than all experts, where K leaves that
+    lines.append(f"Next: remoe eval {folder} --cache {slots}")
     return "\n".join(lines)
 
 

@@ -127,6 +127,14 @@ def test_the_verdict_says_what_the_intervals_allow(report):
     assert "the time of a token is not clearly another (10 ms, base 20)" in unclear, "the requests do not agree"
 
 
+def test_the_verdict_is_of_a_cache_that_a_decoder_can_have(report):
+    report["conditions"]["capacities"] = [1, 2, 4]
+    for one in [one for arm in report["arms"] for one in list(arm["cache"])]:
+        if one["capacity"] == 2:
+            report["arms"][0]["cache"].append({**one, "capacity": 1})
+    assert verdict(report).startswith("With 2 of 8 experts a layer")
+
+
 # ---- the page
 
 

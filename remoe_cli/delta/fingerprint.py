@@ -130,4 +130,5 @@ def _instead(name: str, checkpoint: Checkpoint) -> str:
 
 
 def _hint(delta: "Delta") -> str:
-    return f"remoe apply DELTA {delta.base}" + (f"@{delta.commit}" if delta.commit else "")
+    base = delta.base + (f"@{delta.commit}" if delta.commit else "")
+    return f"remoe apply DELTA {base if '/' in base else 'BASE_FOLDER'} --out DIR"

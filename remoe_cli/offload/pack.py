@@ -122,12 +122,12 @@ def packed(layers: Sequence[ExpertLayer], checkpoint: Checkpoint, folder: Path) 
         size = file.stat().st_size if file.is_file() else None
         if size != end:
             held = "is missing" if size is None else f"holds {size:,} bytes, not {end:,}"
-            raise CheckpointError(f"{file} {held}: the packed experts are not whole.", _again(checkpoint, folder))
+            raise CheckpointError(f"{file} {held}: the packed experts are not whole.", _again(checkpoint, folder, form))
     with _Files() as files:
         if form.experts != STORED.experts and facts.get("samples") != [files.samples(layers), files.samples(moved)]:
             raise CheckpointError(
                 f"the experts in {folder} are not those of {checkpoint.id}: they were packed from another model, or damaged since.",
-                _again(checkpoint, folder),
+                _again(checkpoint, folder, form),
             )
         for layer, after in zip(layers, moved, strict=True) if form.experts == STORED.experts else ():
             for expert in range(layer.n_experts):
@@ -237,9 +237,10 @@ def _file_name(layer: ExpertLayer) -> str:
     return f"layer-{layer.layer:05d}.bin"
 
 
-def _again(checkpoint: Checkpoint, folder: Path) -> str:
+def _again(checkpoint: Checkpoint, folder: Path, form: Form = STORED) -> str:
     model = f"{checkpoint.id}@{checkpoint.commit}" if checkpoint.commit else checkpoint.id
-    return command("pack", model, out=atomic.free_name(folder if folder.name else folder.absolute()))
+    experts = form.experts if form.experts != STORED.experts else None
+    return command("pack", model, experts=experts, out=atomic.free_name(folder if folder.name else folder.absolute()))
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def token_times(report: Report) -> str | None:
                 share, of["wait"], of["experts"], rest, colors=[colours.arm(place), colours.muted, colours.line], linewidth=0,
                 labels=["waiting for experts", "experts' arithmetic", "all else"],
             )  # fmt: skip
-            axes.set_title(f"{arm['name']}\np50 {np.median(of['whole']):.3g} ms")
+            axes.set_title(f"{arm['name']}\nmedian token {np.median(of['whole']):.3g} ms")
             axes.set(xlim=(0, 100), ylim=(0, 1.1 * most), xlabel="% of tokens")
         panels[0].set_ylabel(f"ms a token, C = {capacity}")
         figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3)

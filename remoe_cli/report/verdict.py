@@ -12,7 +12,8 @@ _SAME = 0.05  # times that differ by less, or not the same way in every request,
 def verdict(report: Mapping[str, Any]) -> str:
     """Of the last arm against the first; a change whose 95 % interval holds 0 is none."""
     base, tuned = report["arms"][0], report["arms"][-1]
-    capacity = min(report["conditions"]["capacities"])
+    capacities, top_k = report["conditions"]["capacities"], report["base"]["top_k"]
+    capacity = min([one for one in capacities if one >= top_k] or capacities)  # a decoder needs K
     found = cell(tuned, capacity)
     where = f"With {capacity} of {report['base']['n_experts']} experts a layer in memory (LRU)"
     return f"{where}, {tuned['name']} {_loads(found)} {_price(tuned['text'])}{_time(base, tuned, capacity)}."

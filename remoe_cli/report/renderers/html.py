@@ -20,7 +20,7 @@ _CHARTS = (
     (charts.pareto, "What it costs, what it saves", "Filled: LRU; hollow: the other simulated policies. Gates move a point sideways, slots and policies up and down."),
     (charts.heatmap, "Which experts are used", "Uses of each expert in each MoE layer while decoding, against all experts of the layer being used alike."),
     (charts.ribbon, "Experts of one layer, token by token", "Grey: the token before used the expert too, so it is in any cache. In colour: used anew."),
-    (charts.reuse, "When experts come back", "Accesses by the tokens since the same layer used the expert last; `first`: not before in this request."),
+    (charts.reuse, "When experts come back", "Accesses by the tokens since the same layer used the expert last; first: not before in this request."),
     (charts.token_times, "Where a token's time goes", "Measured tokens, from quickest to slowest."),
     (charts.losses, "Training", "Batches of the training run; the objective's own terms are in metrics.jsonl."),
 )  # fmt: skip

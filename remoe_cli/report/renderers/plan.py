@@ -40,7 +40,7 @@ def _table(found: dict[str, Any], width: int) -> list[str]:
         "device memory" if apart else "memory",
         "host memory",
         "read a step",
-        "a step",
+        "a step, at least",
         f"{found['steps']:,} steps",
         "fits",
     ]
