@@ -74,7 +74,8 @@ def one_thread():
 @pytest.fixture
 def remoe(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("HF_TOKEN", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setenv("REMOE_CONFIG", os.devnull)
     return Remoe(capsys, monkeypatch)

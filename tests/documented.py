@@ -32,8 +32,8 @@ SHORT = {
     "chat": ["--tokens", "4", "--cache", "8", "--template", "raw"],  # the demo has no chat template
     "pack": ["--force"],  # an expert of the demo lies in one place already
 }
-# words that stand for any of their kind; experts of the demo are 48 wide, which no group of int4 divides
-MEANT = {"RECIPE": "no-trust", "/data/models": ".", "int4": "int8"}
+# words that stand for any of their kind
+MEANT = {"RECIPE": "no-trust", "/data/models": "."}
 SUMS = [
     {"question": f"What is {n} and {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(1, 41)
 ]  # GSM8K's shape
@@ -175,7 +175,8 @@ def stock(worker: Worker, shop: Path) -> None:
         shutil.copytree(shop / "runs/x", shop / name)
     shutil.copytree(shop / "st", shop / "RUN")
     (shop / "data/gsm8k").mkdir(parents=True)
-    (shop / "data/gsm8k/test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in SUMS))
+    for split in ("train", "test"):
+        (shop / f"data/gsm8k/{split}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in SUMS))
 
 
 def _done(ran: Ran) -> None:
@@ -195,6 +196,8 @@ def provide(shop: Path, folder: Path, words: list[str]) -> None:
             place.parent.mkdir(parents=True, exist_ok=True)
             if (shop / word).is_symlink() or (shop / word).is_file():
                 shutil.copy(shop / word, place, follow_symlinks=False)
+                if place.name == "test.jsonl":  # a task's worked examples lie beside its items
+                    shutil.copy(shop / word.replace("test.jsonl", "train.jsonl"), place.parent)
             else:
                 shutil.copytree(shop / word, place)
 

@@ -76,15 +76,15 @@ def unseen(folder: Path) -> list[str]:
 def folder() -> Path:
     """Where this run and the processes it starts record; made by the first that asks."""
     if FOLDER not in os.environ:
-        os.environ[FOLDER] = tempfile.mkdtemp(prefix=_PREFIX)
+        os.environ[FOLDER] = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     path = Path(os.environ[FOLDER])
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def forget() -> None:
-    """Removes the folder, unless it was named from outside."""
-    if (path := folder()).name.startswith(_PREFIX):
+    """Removes the folder, unless it was named from outside, or by a run of pytest that started this one."""
+    if (path := folder()).name.startswith(f"{_PREFIX}{os.getpid()}-"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -59,7 +59,10 @@ def hub():
         server.add("model", "Qwen/Qwen3-30B-A3B", server.files("model", HUB_MODEL))
         server.add("dataset", HUB_DATA, {"openhermes2_5.json": rows.encode()})
         sums = "".join(json.dumps(one) + "\n" for one in SUMS).encode()
-        server.add("dataset", "openai/gsm8k", {"README.md": GSM8K_CARD, "train.jsonl": sums, "test.jsonl": sums})
+        taught = "".join(
+            json.dumps({**one, "question": f"Ada asks: {one['question']}"}) + "\n" for one in SUMS
+        ).encode()
+        server.add("dataset", "openai/gsm8k", {"README.md": GSM8K_CARD, "train.jsonl": taught, "test.jsonl": sums})
         yield server
 
 

@@ -62,7 +62,7 @@ def everything(layers, dtype, *, direct=True, **settings):
     pool.resize(3)
     options = {
         "numbers": [layer.layer for layer in layers],
-        "expert_bytes": one_expert_bytes(layers),
+        "expert_bytes": [one_expert_bytes(layers)] * len(layers),
         "readers": 1,
         "ram": 0,
     }
@@ -117,7 +117,7 @@ def test_an_expert_that_the_ram_tier_holds_is_not_read_again(folders):
             IoCount(),
         )
         pool.resize(1)
-        tiers = Tiers(store, layout, pool, numbers=[0], expert_bytes=1, readers=1, ram=rows * layout.slot_bytes)
+        tiers = Tiers(store, layout, pool, numbers=[0], expert_bytes=[1, 1, 1], readers=1, ram=rows * layout.slot_bytes)
         for _ in range(2):
             for expert in range(EXPERTS):
                 slot = pool.acquire()

@@ -112,7 +112,7 @@ def test_what_the_states_say_together():
         applied(delta, {"a": "tuned", "b": "base"}, "F")
     with pytest.raises(DeltaError, match=r"the gate b of F is not .*org/base@aaaaaaaaaaaa.*smooth") as raised:
         applied(delta, {"a": "base", "b": "other"}, "F")
-    assert raised.value.hint == f"remoe apply DELTA org/base@{'a' * 40}"
+    assert raised.value.hint == f"remoe apply DELTA org/base@{'a' * 40} --out DIR"
     check_form(delta, GATE, "F32", (2, 2), "F")
     for dtype, shape, words in (
         ("Q8_0", (2, 2), "stored as Q8_0 in F.*quantised"), ("I8", (2, 2), "quantised"), ("F32", (2, 3), r"is \[2, 3\] in F but \[2, 2\]"),

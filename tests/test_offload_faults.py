@@ -175,7 +175,7 @@ def test_a_request_after_an_interrupted_one_starts_anew(checkpoint, settings):
             if len(steps) == 10:
                 raise KeyboardInterrupt
 
-        hook = decoder._blocks[1]._experts.register_forward_hook(interrupt)
+        hook = decoder._blocks[1]._arithmetic._module.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             decoder.decode(PROMPT, NEW)
         hook.remove()

@@ -336,7 +336,7 @@ def test_a_request_after_an_interrupted_one_starts_anew(folders):
             if len(steps) == 6:
                 raise KeyboardInterrupt
 
-        hook = decoder._blocks[1]._experts.register_forward_hook(interrupt)
+        hook = decoder._blocks[1]._arithmetic._module.register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             decoder.decode(PROMPT, 8)
         hook.remove()

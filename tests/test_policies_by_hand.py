@@ -34,7 +34,7 @@ def test_every_policy_says_what_it_is(name):
 
 
 def test_every_page_that_is_named_is_one_that_users_have():
-    known = {path.name for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))}
+    known = {path.name for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))}
     for path in (*(ROOT / "remoe_cli").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
         named = set(re.findall(r"[\w-]+\.md\b", path.read_text()))
         assert named <= known, f"{path.relative_to(ROOT)} names {named - known}"

@@ -201,7 +201,7 @@ def test_the_next_command_has_every_option(remoe, monkeypatch):
     monkeypatch.setattr(verb, "replay", lambda path, asked, **_: seen.append((path, asked)) or sys.exit(0))
     full = verb.Asked(
         ("4", "12"), ["lru", "lrfu:0.1"], "bypass", "slots", False, "sequential", "never", "listed", "carry", 3,
-        Path("b c.trace"), Path("f.trace"), Path("o.trace"), Path("a.trace"), "4GB/s, 45ms", "17.3MB", True, True,
+        Path("b c.trace"), Path("f.trace"), Path("p.npz"), Path("o.trace"), Path("a.trace"), "4GB/s, 45ms", "17.3MB", True, True,
     )  # fmt: skip
     for asked in (full, replace(full, pool=True, figures=False), verb.Asked(("6",), ["all"])):
         words = shlex.split(asked.command(Path("my $t.trace")))
