@@ -111,7 +111,7 @@ def test_ctrl_c_after_the_third_step_keeps_a_delta_that_applies(hub, remoe, tmp_
     finally:
         process.kill()
     assert code == 130, err
-    assert "interrupted" in out and "Next: remoe eval" in out
+    assert "interrupted" in out and "Go on: remoe finetune --resume" in out and "Next:" not in out
     run = the_run(remoe.work)
     assert json.loads((run / "run.json").read_text())["status"] == "interrupted"
     assert not list(run.rglob("*.tmp*"))
