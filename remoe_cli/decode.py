@@ -39,7 +39,7 @@ from remoe_cli.measure.decoded import by_session, figures, nll
 from remoe_cli.measure.prompts import default_recipe, lay_out, load_in_order
 from remoe_cli.offload import Decoded, DecodedBatch, Floor, OffloadedDecoder, take_turns
 from remoe_cli.offload.compute import compute_threads
-from remoe_cli.offload.small import has_kernel, UNPACKED
+from remoe_cli.offload.small import unpacked
 from remoe_cli.report.metrics import ratio
 from remoe_cli.sizes import show_size
 from remoe_cli.train.data import load_tokenizer
@@ -275,8 +275,7 @@ def _rows(
 
 def taken(decoder: OffloadedDecoder, plan: Plan) -> Iterator[str]:
     """What is not as it was asked for, or not as quick as it could be."""
-    if decoder.small and not has_kernel(decoder.device.type, decoder.dtype):
-        yield UNPACKED
+    yield from unpacked(decoder.small, decoder.device.type, decoder.dtype)
     if (most := max(plan.capacities)) > decoder.n_experts:
         yield f"--cache {most} is taken as {decoder.n_experts}: these are all experts of a layer"
     if (ram := decoder.settings.ram) < plan.settings.ram:

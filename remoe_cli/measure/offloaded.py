@@ -22,7 +22,7 @@ from remoe_cli.offload import budget, Decoded, Floor, OffloadedDecoder, Settings
 from remoe_cli.offload.layout import Layout
 from remoe_cli.offload.pack import packed
 from remoe_cli.offload.settings import HINT
-from remoe_cli.offload.small import has_kernel, UNPACKED
+from remoe_cli.offload.small import unpacked
 from remoe_cli.offload.tiers import host_bytes
 from remoe_cli.routing import RoutingTrace
 from remoe_cli.sizes import show_size
@@ -107,8 +107,7 @@ def measure_offloaded(
     decoder.apply_gates({})
     if not runnable:
         return Offloaded(rows, 0, notes)
-    if decoder.small and not has_kernel(decoder.device.type, decoder.dtype):
-        notes.append(UNPACKED)
+    notes += unpacked(decoder.small, decoder.device.type, decoder.dtype)
     if decoder.io_reason:
         how = "past" if decoder.io == "direct" else "through"
         notes.append(f"experts were read {how} the page cache: {decoder.io_reason}")

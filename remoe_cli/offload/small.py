@@ -120,6 +120,11 @@ def shapes(shape: tuple[int, int], precision: str, group: int) -> tuple[tuple[in
     return (blocks, filled, _BLOCK // 2), (filled // group, blocks * _BLOCK, 2)
 
 
+def unpacked(small: bool, device: str, dtype: torch.dtype) -> list[str]:
+    """What to say of a decoder whose experts are small and have no kernel; nothing of any other."""
+    return [UNPACKED] if small and not has_kernel(device, dtype) else []
+
+
 @lru_cache
 def has_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether torch multiplies with these codes as they lie: in bf16, on a CPU whose kernel packs int4 as the store does."""

@@ -52,7 +52,6 @@ def figures(done: Replay, references: References, sizes: Sizes, sessions: int = 
         "prefill_accesses": done.prefill_accesses,
         "prefill_misses": done.prefill_misses,
         "hit_ratio": done.hit_ratio,
-        "hit_ratio_by_request": _spread(done),
         "hit_ratio_95": interval(done.request_hits, done.request_accesses),
         "adjusted_hit_ratio": metrics.adjusted_hit_ratio(done.accesses, done.misses, done.proactive),
         "loads_a_token": _per_token(done),
@@ -84,13 +83,6 @@ def by_session(done: Replay, sessions: int) -> list[dict[str, Any]] | None:
         }
         for row in rows
     ]
-
-
-def _spread(done: Replay) -> dict[str, float]:
-    """The hit ratios of the single requests, each a session of its own where they take turns."""
-    served = done.request_accesses > 0
-    ratios = done.request_hits[served] / done.request_accesses[served]
-    return {"lowest": float(ratios.min()), "median": float(np.median(ratios)), "highest": float(ratios.max())}
 
 
 def best(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
